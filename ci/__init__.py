@@ -1,0 +1,1 @@
+"""Gates, statistics, history and reports."""

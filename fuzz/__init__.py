@@ -1,0 +1,1 @@
+"""Cases, strategies, worker, engine and command line."""

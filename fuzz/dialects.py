@@ -1,0 +1,377 @@
+"""Dialects: call a target in its own signature, and read output, log-sum-exp and gradients back as (B, H, L, D).
+
+A dialect is recognised from parameter names. Each of its keywords has accepted names, the standard one first; a keyword is
+used only when the callable's own signature has it. What no keyword can say is passed as a dense mask, else it is Inexpressible.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..impls.loading import Q_K_V, signature, takes_q_k_v
+from ..oracles.finding import Finding
+from ..oracles.invariants import form_of_gradient, form_of_lse, form_of_output
+from .case import Case
+from .masks import Align, And, Causal, Full, Mask, Window
+from .region import Region
+from .tensors import Inputs
+
+
+class Inexpressible(Exception):
+    """The case needs something that the target's signature cannot say."""
+
+
+class Refuse(Exception):
+    """Raised by a target: it does not serve this case, by its structure."""
+
+
+REFUSALS: tuple[type[Exception], ...] = (NotImplementedError, ValueError, Refuse)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One calling convention: its keywords with their accepted names, what sets it apart, its layout and alignment."""
+
+    keywords: dict[str, tuple[str, ...]]
+    standard: tuple[str, ...]  # names that a callable without a signature is taken to have
+    marks: frozenset[str]  # a parameter of this name means this dialect
+    hints: frozenset[str]  # so do all of these together, if no mark decides
+    align: Align = "top_left"
+    heads_inside: bool = False  # tensors are (B, L, H, D)
+
+
+SHARED = {"softcap": ("softcap",), "window": ("window_size",), "lse": ("return_lse",)}
+DIALECTS: dict[str, Dialect] = {
+    "sdpa": Dialect(
+        keywords={
+            "mask": ("attn_mask", "mask"),
+            "dropout": ("dropout_p", "dropout"),
+            "causal": ("is_causal", "causal"),
+            "scale": ("scale", "softmax_scale", "sm_scale"),
+            "gqa": ("enable_gqa",),
+            **SHARED,
+        },
+        standard=("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+        marks=frozenset({"attn_mask", "is_causal", "enable_gqa"}),
+        hints=frozenset({"dropout_p", "scale"}),
+    ),
+    "flash_attn": Dialect(
+        keywords={
+            "dropout": ("dropout_p", "dropout"),
+            "scale": ("softmax_scale", "scale", "sm_scale"),
+            "causal": ("causal", "is_causal"),
+            "mask": ("attn_mask", "mask"),
+            **SHARED,
+        },
+        standard=("dropout_p", "softmax_scale", "causal", "window_size", "softcap"),
+        marks=frozenset({"causal", "softmax_scale"}),
+        hints=frozenset({"window_size"}),
+        align="bottom_right",
+        heads_inside=True,
+    ),
+    "native": Dialect(
+        keywords={
+            "mask": ("mask",),
+            "bias": ("bias",),
+            "scale": ("scale",),
+            "softcap": ("softcap",),
+            "dropout": ("dropout",),
+            "seed": ("dropout_seed",),
+            "lse": ("return_lse",),
+        },
+        standard=("mask", "bias", "scale", "softcap", "dropout", "dropout_seed", "return_lse"),
+        marks=frozenset(),  # `bias` and a keyword-only `mask` (elsewhere `mask` may be a tensor): see _decide
+        hints=frozenset({"return_lse"}),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a callable is called: its dialect, the parameters that are used, the keywords it lacks, those it insists on."""
+
+    dialect: str
+    bound: tuple[str, ...]
+    unbound: tuple[str, ...]
+    returns_lse: bool
+    required: tuple[str, ...] = ()
+
+    def name(self, keyword: str) -> str:
+        """The callable's own name for a keyword of its dialect; empty when it has none."""
+        accepted = DIALECTS[self.dialect].keywords.get(keyword, ())
+        return next((n for n in accepted if n in self.bound), "")
+
+
+def recognise(call: Callable[..., Any], forced: str = "") -> Binding:
+    """The binding of a callable; ValueError names the candidates when its parameters do not decide."""
+    if forced and forced not in DIALECTS:
+        raise ValueError(f"dialect must be one of {', '.join(DIALECTS)}, got dialect={forced!r}")
+    sig = signature(call)
+    if sig is None or all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in sig.parameters.values()):
+        if not forced:
+            raise ValueError(f"the callable does not tell its parameters; state one of --dialect {' | '.join(DIALECTS)}")
+        return _bind(forced, dict.fromkeys(DIALECTS[forced].standard, False))
+    if not takes_q_k_v(call):
+        rule = ", ".join(" or ".join(names) for names in Q_K_V)
+        raise ValueError(f"the callable must begin with the parameters {rule}, got ({', '.join(sig.parameters)})")
+    params = _named(sig)
+    dialect = forced or _decide(params, sig)
+    names = {n: p.default is p.empty for n, p in params.items()}
+    if forced and any(p.kind is p.VAR_KEYWORD for p in sig.parameters.values()):
+        names |= {n: False for n in DIALECTS[forced].standard if n not in names}
+    return _bind(dialect, names)
+
+
+def _named(sig: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The parameters after q, k, v that can be passed by name."""
+    return {n: p for n, p in list(sig.parameters.items())[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _decide(params: dict[str, inspect.Parameter], sig: inspect.Signature) -> str:
+    """The one dialect whose marks the parameters carry, else the one whose hints they carry."""
+    marked = [d for d, row in DIALECTS.items() if row.marks & set(params)]
+    tensor_mask = "mask" in params and params["mask"].kind is not inspect.Parameter.KEYWORD_ONLY
+    if not tensor_mask and {"mask", "bias"} & set(params):
+        marked.append("native")
+    found = marked or [d for d, row in DIALECTS.items() if row.hints <= set(params)]
+    if len(found) == 1 and (marked or not tensor_mask):
+        return found[0]
+    possible = found if len(found) > 1 else ["sdpa", "native"] if tensor_mask else ["sdpa", "flash_attn"]
+    meanings = {
+        "sdpa": "sdpa (B, H, L, D), tensor masks",
+        "flash_attn": "flash_attn (B, L, H, D)",
+        "native": "native (B, H, L, D), Mask objects",
+    }
+    raise ValueError(
+        f"the parameters ({', '.join(sig.parameters)}) fit several dialects: "
+        f"{'; '.join(meanings[d] for d in possible)}; state one with --dialect"
+    )
+
+
+def _bind(dialect: str, names: dict[str, bool]) -> Binding:
+    """Names of parameters -> whether they have no default, as a binding."""
+    keywords = DIALECTS[dialect].keywords
+    used = {k: next((n for n in accepted if n in names), "") for k, accepted in keywords.items()}
+    bound = tuple(n for n in names if n in used.values())
+    for name, required in names.items():
+        if required and name not in bound:
+            raise ValueError(f"the parameter {name} has no default and dialect {dialect} has no value for it")
+    unbound = tuple(accepted[0] for k, accepted in keywords.items() if not used[k])
+    return Binding(dialect, bound, unbound, bool(used.get("lse")), tuple(n for n in bound if names[n]))
+
+
+def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
+    """The keyword arguments that say a case; raises Inexpressible."""
+    case = inputs.case
+    out = _mask(binding, inputs)
+    for keyword, value, idle in _plain(binding, case):
+        name = binding.name(keyword)
+        if not idle and not name:
+            raise Inexpressible(f"the target has no keyword for {keyword} ({DIALECTS[binding.dialect].keywords[keyword][0]})")
+        if name and (not idle or name in binding.required):
+            out[name] = value
+    if binding.returns_lse:
+        out[binding.name("lse")] = True
+    elif case.lse_grad:
+        raise Inexpressible("the target returns no lse to take a gradient through")
+    return {**{n: None for n in binding.required if n not in out}, **out}
+
+
+def _plain(binding: Binding, case: Case) -> Iterator[tuple[str, Any, bool]]:
+    """(keyword, value, whether leaving it out says the same) for what is neither mask nor lse."""
+    yield "scale", case.resolved_scale if case.scale is None else case.scale, case.scale is None
+    if case.softcap or "softcap" in DIALECTS[binding.dialect].keywords:
+        yield "softcap", case.softcap, case.softcap == 0
+    yield "dropout", case.dropout, case.dropout == 0
+    if binding.dialect == "native" and binding.name("seed"):
+        yield "seed", case.seed, case.dropout == 0
+    if binding.dialect == "sdpa":
+        yield "gqa", case.Hq != case.Hkv, case.Hq == case.Hkv
+
+
+def _mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
+    """The keywords that say which pairs are allowed and what is added to their scores."""
+    if binding.dialect == "native":
+        return _native_mask(binding, inputs)
+    flags = _flags(binding, inputs.case)
+    if flags is not None:
+        idle = {n: False for n in (binding.name("causal"),) if n in binding.required}
+        return idle | flags
+    name = binding.name("mask")
+    if not name:
+        raise Inexpressible(f"{binding.dialect} keywords of the target cannot say this mask and it takes no dense one")
+    return {name: inputs.attn_mask()}
+
+
+def _native_mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for keyword, value in (("mask", None if inputs.keep is None else inputs.case.mask), ("bias", inputs.bias)):
+        if value is not None and not binding.name(keyword):
+            raise Inexpressible(f"the target has no keyword for {keyword}")
+        if value is not None:
+            out[binding.name(keyword)] = value
+    return out
+
+
+def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
+    """causal and window keywords that say the whole mask, or None when they cannot."""
+    if case.mask_form != "flags" or case.bias:
+        return None
+    causal, window = _diagonals(case, DIALECTS[binding.dialect].align)
+    if causal is None:
+        return None
+    out: dict[str, Any] = {}
+    if causal and binding.name("causal"):
+        out[binding.name("causal")] = True
+    elif causal and window is None:
+        window = Window(-1, 0)
+    elif causal:
+        return None
+    if window is not None:
+        if not binding.name("window"):
+            return None
+        out[binding.name("window")] = (window.left, window.right)
+    return out
+
+
+def _diagonals(case: Case, align: Align) -> tuple[bool | None, Window | None]:
+    """(causal, window) when the mask is a conjunction of at most one of each, aligned as asked; causal None otherwise."""
+    parts = [m for m in _conjuncts(case.mask) if m != Full()]
+    square = case.Lq == case.Lk
+    causal = [m for m in parts if isinstance(m, Causal) and (square or m.align == align)]
+    window = [m for m in parts if isinstance(m, Window) and (square or m.align == align)]
+    if len(causal) + len(window) < len(parts) or len(causal) > 1 or len(window) > 1:
+        return None, None
+    return bool(causal), window[0] if window else None
+
+
+def _conjuncts(mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, And):
+        yield from _conjuncts(mask.first)
+        yield from _conjuncts(mask.second)
+    else:
+        yield mask
+
+
+def expressible(binding: Binding, region: Region | None = None) -> Region:
+    """The region narrowed to what the binding can say, so that few drawn cases are inexpressible."""
+    region = region or Region()
+    has = {k: bool(binding.name(k)) for k in DIALECTS[binding.dialect].keywords}
+    native = binding.dialect == "native"
+    dense = has["mask"]
+    flags = {
+        "none": True,
+        "causal_top_left": dense or (has.get("causal", False)),
+        "causal_bottom_right": dense or has.get("causal", False),
+        "window": dense or has.get("window", False),
+        "bool": dense,
+        "additive": dense and (not native or has["bias"]),
+    }
+    bias = has["bias"] if native else dense
+    return replace(
+        region,
+        masks=tuple(m for m in region.masks if flags[m]),
+        gqa=region.gqa and has.get("gqa", True),
+        bias=region.bias and bias,
+        bias_grad=region.bias_grad and bias,
+        scale=region.scale and has["scale"],
+        softcap=region.softcap and has["softcap"],
+        dropout=region.dropout and has["dropout"],
+        lse=region.lse and has["lse"],
+        lse_grad=region.lse_grad and has["lse"],
+    )
+
+
+@dataclass
+class Answer:
+    """What a call gave: outputs as (B, H, L, D), lse (B, Hq, Lq), and what was wrong with their form."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def call(binding: Binding, fn: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor]:
+    """Forward and backward in the target's own signature; outputs of the right form by name."""
+    return answer(binding, fn, inputs).outputs
+
+
+def answer(binding: Binding, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
+    """`call`, with the findings about type, shape, dtype, device, aliasing and missing gradients."""
+    case = inputs.case
+    kwargs = keywords(binding, inputs)
+    leaves = _leaves(binding, inputs, kwargs, case.requires_grad if backward else "")
+    differentiate = any(x.requires_grad for x in leaves.values())
+    with torch.set_grad_enabled(differentiate):
+        returned = fn(leaves["q"], leaves["k"], leaves["v"], **kwargs)
+    result = Answer()
+    heads = _Heads(DIALECTS[binding.dialect].heads_inside)
+    o, lse = _unpack(binding, returned, result.findings)
+    result.findings += form_of_output(o, heads(inputs.do), inputs) + form_of_lse(lse, inputs)
+    if result.findings:
+        return result
+    if o is not None:
+        result.outputs["o"] = heads(o.detach())
+    if lse is not None:
+        result.outputs["lse"] = lse.detach()
+    if differentiate and o is not None:
+        _backward(result, leaves, heads, inputs, o, lse)
+    return result
+
+
+class _Heads:
+    """Swaps heads and length where the dialect keeps heads inside; its own inverse."""
+
+    def __init__(self, inside: bool) -> None:
+        self.inside = inside
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if self.inside else x
+
+
+def _leaves(binding: Binding, inputs: Inputs, kwargs: dict[str, Any], wanted: str) -> dict[str, Tensor]:
+    """q, k, v and the additive mask as leaves on their own storages, in the dialect's layout; replaces the mask in kwargs."""
+    heads = _Heads(DIALECTS[binding.dialect].heads_inside)
+    leaves = {n: heads(getattr(inputs, n)).detach().requires_grad_(n in wanted) for n in "qkv"}
+    name = binding.name("bias") if binding.dialect == "native" else binding.name("mask")
+    if "b" in wanted and inputs.case.bias and isinstance(kwargs.get(name), Tensor):
+        leaves["bias"] = kwargs[name] = kwargs[name].detach().requires_grad_()
+    return leaves
+
+
+def _unpack(binding: Binding, returned: Any, findings: list[Finding]) -> tuple[Tensor | None, Tensor | None]:
+    """(o, lse) of what was returned, or findings about its type."""
+    if not binding.returns_lse:
+        pair, rule = (returned, None), "a Tensor"
+    else:
+        pair, rule = returned, "(out, lse) as return_lse asks"
+    ok = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)
+    if ok and (not binding.returns_lse or isinstance(pair[1], Tensor)):
+        return pair
+    got = f"({', '.join(type(x).__name__ for x in returned)})" if isinstance(returned, tuple | list) else type(returned).__name__
+    findings.append(Finding("type", "o", f"the target must return {rule}, got {got}"))
+    return None, None
+
+
+def _backward(result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None) -> None:
+    """Add the gradients of the leaves that require one."""
+    wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    if o.grad_fn is None:
+        result.findings.append(Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant"))
+        return
+    ends, grads = [o], [heads(inputs.do)]
+    if inputs.dlse is not None:
+        if lse is None or lse.grad_fn is None:
+            raise Inexpressible("the returned lse has no grad_fn")
+        ends, grads = [o, lse], [heads(inputs.do), inputs.dlse]
+    got = torch.autograd.grad(ends, list(wanted.values()), grads, allow_unused=True)
+    for (name, leaf), grad in zip(wanted.items(), got, strict=True):
+        wrong = form_of_gradient(f"d{name}", grad, leaf)
+        result.findings += wrong
+        if grad is not None and not wrong:
+            result.outputs[f"d{name}"] = grad if name == "bias" else heads(grad)

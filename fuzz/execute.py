@@ -1,0 +1,280 @@
+"""Run one target on one case in this process, under guards, and say what came of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..impls import Implementation
+from ..impls.loading import TargetError, load, own_frames
+from ..oracles import interpreter
+from ..oracles.allocations import GuardedAllocations
+from ..oracles.contract import contract_for
+from ..oracles.finding import Finding
+from ..oracles.invariants import Watched, purity, same_bits
+from .case import Case
+from .dialects import REFUSALS, Answer, Binding, Inexpressible, answer, expressible, recognise
+from .probe import probe_keywords
+from .region import Region
+from .tensors import Inputs, build
+
+STATUSES = ("ok", "refused", "inexpressible", "raised", "crashed", "hung", "infrastructure")
+
+
+class DeviceAbsent(Exception):
+    """The device asked for is not there."""
+
+
+@dataclass
+class Execution:
+    """What came of running a target on a case.
+
+    `outputs` are CPU tensors by name (o, lse, dq, dk, dv, dbias), logical (B, H, L, D); `exact` the same in float64 from a
+    second run in the exact shadow mode, where there is one. `message` says why there are none: of a refusal, an error, a death.
+    """
+
+    status: str
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    exact: dict[str, Tensor] | None = None
+    findings: list[Finding] = field(default_factory=list)
+    message: str = ""
+    traceback: str = ""
+    printed: str = ""
+    seconds: float = 0.0
+    traffic: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the tensors."""
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic")
+        return {n: getattr(self, n) for n in names} | {"findings": [f.to_json() for f in self.findings]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], outputs: dict[str, Tensor], exact: dict[str, Tensor] | None) -> Execution:
+        """The execution that `to_json` wrote, with its tensors."""
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic")
+        findings = [Finding.from_json(f) for f in data["findings"]]
+        return cls(**{n: data[n] for n in names}, findings=findings, outputs=outputs, exact=exact)
+
+
+def region_to_json(region: Region | None) -> dict[str, Any] | None:
+    """A JSON object with every field of a region."""
+    return None if region is None else asdict(region)
+
+
+def region_from_json(data: dict[str, Any] | None) -> Region | None:
+    """The region that `region_to_json` wrote."""
+    return None if data is None else Region(**{n: tuple(v) if isinstance(v, list) else v for n, v in data.items()})
+
+
+def as_implementation(target: str | Callable[..., Any] | Implementation) -> Implementation:
+    """The implementation that a target names or is."""
+    if isinstance(target, Implementation):
+        return target
+    return load(target) if isinstance(target, str) else Implementation(getattr(target, "__name__", type(target).__name__), target)
+
+
+class Runner:
+    """Runs a target in this process. `info` says what was understood; raises TargetError, ValueError or DeviceAbsent."""
+
+    def __init__(
+        self,
+        target: str | Callable[..., Any] | Implementation,
+        *,
+        dialect: str = "",
+        device: str = "cpu",
+        contract: str = "",
+        printed: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.device = present(device)
+        if device == "cpu":
+            interpreter.enable()
+        self.implementation = as_implementation(target)
+        kind = device.partition(":")[0]
+        if kind not in self.implementation.devices:
+            allowed = ", ".join(self.implementation.devices)
+            raise TargetError(f"target {self.implementation.name} must run on one of {allowed}, got device={device}")
+        self.binding = recognise(self.implementation.call, dialect or self.implementation.dialect)
+        self.contract = contract or self.implementation.contract
+        self.forward_only = contract_for(self.contract, "float32", device).forward_only
+        self.printed = printed
+        self.info = self._info()
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton kernels, if there are any, run in the interpreter."""
+        return self.device == "cpu" and "triton" in sys.modules
+
+    def _info(self) -> dict[str, Any]:
+        known, binding = self.implementation, self.binding
+        return {
+            "target": known.name,
+            "summary": known.summary,
+            "dialect": binding.dialect,
+            "bound": list(binding.bound),
+            "unbound": list(binding.unbound),
+            "required": list(binding.required),
+            "returns_lse": binding.returns_lse,
+            "supports": region_to_json(known.supports),
+            "expressible": region_to_json(expressible(binding, known.supports)),
+            "contract": self.contract,
+            "forward_only": self.forward_only,
+            "device": self.device,
+            "interpreted": self.interpreted,
+            "environment": environment(self.device),
+        }
+
+    def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
+        """The case's call sequence; the outputs are those of its last call."""
+        started = time.perf_counter()
+        out = Execution("ok")
+        inputs = build(case, self.device)
+        try:
+            self._sequence(inputs, out, exact=exact, repeat=repeat)
+        except _Stopped as stopped:
+            self._stop(out, stopped.error)
+        out.findings = _distinct([*out.findings, *purity(inputs)])
+        out.printed = self.printed()
+        out.seconds = time.perf_counter() - started
+        return out
+
+    def probe(self) -> tuple[dict[str, str], list[Finding]]:
+        """Per bound keyword, whether it changes the answer; findings of the keywords that are accepted and ignored."""
+        return probe_keywords(self.binding, self.implementation.call, self.device)
+
+    def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:
+        first = self._once(inputs, out) if inputs.case.sequence else None
+        if first is not None:
+            self._disturb(inputs.case.varied(), out)
+        out.outputs = self._once(inputs, out)
+        if first is not None:
+            out.findings += same_bits("sequence", "after another call the same call answers differently", first, out.outputs)
+        if repeat:
+            out.findings += same_bits("repeat", "the same call twice", out.outputs, self._once(inputs, out))
+        if exact and self.interpreted:
+            out.exact = self._exact(inputs, out)
+
+    def _disturb(self, case: Case, out: Execution) -> None:
+        """The middle call of a sequence; a case that it cannot say or refuses disturbs nothing."""
+        inputs = build(case, self.device)
+        try:
+            self._once(inputs, out)
+        except _Stopped as stopped:
+            if not isinstance(stopped.error, (*REFUSALS, Inexpressible)):
+                raise
+        out.findings += purity(inputs)
+
+    def _once(self, inputs: Inputs, out: Execution) -> dict[str, Tensor]:
+        """One guarded call; its outputs as CPU copies, its findings added."""
+        with self._guards(out) as live:
+            result = self._answer(inputs, out)
+            live.update(result.outputs)
+        return {name: x.detach().to("cpu", copy=True) for name, x in result.outputs.items()}
+
+    def _answer(self, inputs: Inputs, out: Execution) -> Answer:
+        """The target's answer; what it raises is raised as _Stopped, so that no error of the harness passes for one of the target."""
+        random = inputs.case.dropout > 0
+        torch.manual_seed(inputs.case.seed)
+        inner = Watched(self.implementation.call, random=random)
+        outer = Watched(lambda: answer(self.binding, inner, inputs, backward=not self.forward_only), random=random)
+        try:
+            result: Answer = outer()
+            if self.device != "cpu":
+                torch.cuda.synchronize(self.device)
+        except BaseException as e:  # the target may raise anything, SystemExit included
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            raise _Stopped(e) from e
+        finally:
+            out.findings += [*inner.findings, *outer.findings]
+        out.findings += result.findings
+        return result
+
+    @contextmanager
+    def _guards(self, out: Execution) -> Iterator[dict[str, Tensor]]:
+        """Memory guards around a call: the interpreter's monitor if Triton kernels are interpreted, else guarded allocations."""
+        live: dict[str, Tensor] = {}
+        if self.interpreted:
+            interpreter.install()
+            with interpreter.monitored() as monitor:
+                try:
+                    yield live
+                finally:
+                    out.findings += interpreter.findings(monitor, live)
+            return
+        with GuardedAllocations() as guarded:
+            try:
+                yield live
+            finally:
+                out.findings += guarded.findings()
+                out.traffic["guarded_allocations"] = len(guarded.made)
+
+    def _exact(self, inputs: Inputs, out: Execution) -> dict[str, Tensor] | None:
+        """The outputs of one more run in exact arithmetic, those whose exact values survived; None if none did."""
+        with interpreter.exact() as monitor:
+            result = self._answer(inputs, Execution("ok"))
+            values = {name: monitor.value(x) for name, x in result.outputs.items()}
+        out.traffic["exact"] = sorted(name for name, (_, known) in values.items() if known)
+        return {name: x.to("cpu", copy=True) for name, (x, known) in values.items() if known} or None
+
+    def _stop(self, out: Execution, error: BaseException) -> None:
+        out.outputs, out.exact = {}, None
+        out.message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, Inexpressible):
+            out.status, out.message = "inexpressible", str(error)
+        elif isinstance(error, REFUSALS):
+            out.status = "refused"
+        else:
+            out.status = "crashed" if _device_is_lost(error) else "raised"
+            out.traceback = own_frames(error)
+
+
+class _Stopped(Exception):
+    """The target raised `error`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _device_is_lost(error: BaseException) -> bool:
+    """A CUDA error (not: out of memory) leaves a context in which nothing can be trusted."""
+    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _distinct(findings: list[Finding]) -> list[Finding]:
+    """The first finding of each key and severity."""
+    return list({(f.key, f.severity): f for f in reversed(findings)}.values())[::-1]
+
+
+def present(device: str) -> str:
+    """The device's name; DeviceAbsent if it is not there, ValueError if there is no such kind."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got device={device!r}")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(index or 0) >= count:
+        raise DeviceAbsent(f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices")
+    return device
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and the name of the device."""
+    out = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "numpy", "flashproof"):
+        try:
+            out[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            out[package] = "absent"
+    out["device"] = torch.cuda.get_device_name(device) if device != "cpu" else platform.machine()
+    out["system"] = f"{platform.system()} {os.uname().release}"
+    return out

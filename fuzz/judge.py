@@ -1,0 +1,204 @@
+"""The verdict on one case: every oracle on what a run gave, what counts as a refusal, and whether a failure comes again."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ..oracles.contract import Contract, contract_for
+from ..oracles.diagnose import Deviation, diagnose
+from ..oracles.finding import Finding
+from ..oracles.value import ValueReport, judge_values
+from .case import GENERIC_DATA, Case
+from .execute import Execution, region_from_json
+from .region import Region
+from .tensors import Inputs, build
+
+FRESH_SEEDS = 3
+"""A statistical finding fails only if this many fresh seeds of the same structure show it too."""
+REPEAT_ONE_IN, EXACT_ONE_IN = 8, 4
+REMEMBERED = 4096
+VALUE_ORACLES = frozenset({"value", "nonfinite", "dead-row"})
+
+
+class Runs(Protocol):
+    """What a Judge needs of a Runner or a Worker."""
+
+    info: dict[str, Any]
+
+    def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
+        """The execution of a case."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the oracles say about one case. `status` is pass, fail, refused, inexpressible or infrastructure.
+
+    `deviations` are single departures from the contract that explain wrong values, where one was looked for.
+    """
+
+    case: Case
+    status: str
+    findings: tuple[Finding, ...] = ()
+    report: ValueReport | None = None
+    execution: Execution | None = None
+    deviations: tuple[Deviation, ...] = ()
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The findings that fail; the others are warnings."""
+        return tuple(f for f in self.findings if f.severity == "fail")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of what fails."""
+        return tuple(dict.fromkeys(f.key for f in self.failures))
+
+
+def judge(
+    case: Case, execution: Execution, contract: Contract, region: Region | None = None, *, dropout_known: bool = False, inputs: Inputs | None = None
+) -> Verdict:  # fmt: skip
+    """The verdict on an execution. `region` is what the target declares it serves; None: nothing was declared.
+
+    The inputs are built again here: nothing that the target could have touched takes part.
+    """
+    if execution.status in ("inexpressible", "infrastructure"):
+        return Verdict(case, execution.status, execution=execution)
+    found = [f for f in execution.findings if _counts(f, contract)]
+    report = None
+    if execution.status == "ok":
+        inputs = inputs or build(case)
+        report = _judge_outputs(inputs, execution, contract, dropout_known, found)
+    else:
+        found = [*_endings(case, execution, region), *found]
+    failed = any(f.severity == "fail" for f in found)
+    status = "fail" if failed else "refused" if execution.status == "refused" else "pass"
+    return Verdict(case, status, tuple(found), report, execution)
+
+
+def _judge_outputs(inputs: Inputs, execution: Execution, contract: Contract, dropout_known: bool, found: list[Finding]) -> ValueReport:
+    """The value report; its findings, and those of the exact run, are added to `found`."""
+    generic = inputs.case.data in GENERIC_DATA
+    report = judge_values(inputs, execution.outputs, contract, generic=generic, dropout_known=dropout_known)
+    found += report.findings
+    if execution.exact:
+        strict = exact_contract(contract)
+        exact = judge_values(inputs, execution.exact, strict, generic=False, dropout_known=dropout_known)
+        wrong = {f.tensor for f in report.findings}
+        found += [replace(f, oracle="exact", message=f"in exact arithmetic {f.message}") for f in exact.findings if f.tensor not in wrong]
+    return report
+
+
+def exact_contract(contract: Contract) -> Contract:
+    """The contract of a run in exact arithmetic, with the policies of the declared one."""
+    kept = ("delta", "dead_rows", "dead_lse", "nonfinite", "masked_nonfinite")
+    return Contract.exact(contract.constant_u or 2.0**-30).but(**{n: getattr(contract, n) for n in kept})
+
+
+def _counts(finding: Finding, contract: Contract) -> bool:
+    """Whether the contract lets a finding stand: not where it declares non-determinism, or that there is no backward pass."""
+    if finding.oracle in ("repeat", "sequence"):
+        return finding.tensor in contract.deterministic
+    return not (finding.oracle == "grad" and contract.forward_only)
+
+
+def _endings(case: Case, execution: Execution, region: Region | None) -> list[Finding]:
+    """Findings of a run that gave no outputs."""
+    message = execution.message
+    match execution.status:
+        case "refused":
+            inside = region is not None and not region.refuses(case)
+            return [Finding("refusal", "call", f"refused a case inside the declared region: {message}")] if inside else []
+        case "raised":
+            return [Finding("exception", message.partition(":")[0], message, details={"traceback": execution.traceback})]
+        case "crashed":
+            return [Finding("crash", message.partition(":")[0], f"the process died: {message}", details={"printed": execution.printed})]
+    return [Finding("hang", "call", message, details={"printed": execution.printed})]
+
+
+def one_in(n: int, case: Case, purpose: str) -> bool:
+    """True for one case in n, a function of the case."""
+    return zlib.crc32(f"{purpose} {case.key}".encode()) % n == 0
+
+
+class Judge:
+    """Runs cases and judges them, each once: verdicts are kept by the case's key.
+
+    `contract` and `region` default to what the target declares.
+    """
+
+    def __init__(self, runner: Runs, contract: str = "", region: Region | None = None) -> None:
+        self.runner = runner
+        self.spec = contract or runner.info["contract"]
+        self.region = region or region_from_json(runner.info["supports"])
+        self.device: str = runner.info["device"]
+        self.dropout_known = runner.info["dialect"] == "native"
+        self._verdicts: dict[tuple[str, bool], Verdict] = {}
+
+    def contract(self, dtype: str) -> Contract:
+        """The contract that cases of a dtype are held to."""
+        return contract_for(self.spec, dtype, self.device)
+
+    def check(self, case: Case, thorough: bool = False, fresh: bool = False) -> Verdict:
+        """The verdict on a case. Thorough: with the repeated call and the exact run; fresh: run again, in a new process."""
+        key = (case.key, thorough)
+        if fresh:
+            self.restart()
+        elif key in self._verdicts:
+            return self._verdicts[key]
+        verdict = self._explained(self._confirmed(self._once(case, thorough)))
+        self._remember(key, verdict)
+        return verdict
+
+    def reproduces(self, case: Case, key: str, times: int = 3) -> tuple[int, int]:
+        """(n, m): of m runs, each in a new process, n failed with the finding's key."""
+        seen = 0
+        for _ in range(times):
+            self.restart()
+            seen += key in self._once(case, thorough=True).keys
+        return seen, times
+
+    def restart(self) -> None:
+        """Begin a new process, where there is one to begin."""
+        getattr(self.runner, "restart", lambda: None)()
+
+    def _once(self, case: Case, thorough: bool) -> Verdict:
+        repeat = thorough or one_in(REPEAT_ONE_IN, case, "repeat")
+        exact = thorough or one_in(EXACT_ONE_IN, case, "exact")
+        execution = self.runner.run(case, exact=exact, repeat=repeat)
+        return judge(case, execution, self.contract(case.dtype), self.region, dropout_known=self.dropout_known)
+
+    def _confirmed(self, verdict: Verdict) -> Verdict:
+        """A statistical warning becomes a failure when every fresh seed of the same structure shows it too."""
+        suspects = {f.tensor for f in verdict.findings if f.oracle == "statistical"}
+        for n in range(1, FRESH_SEEDS + 1):
+            if not suspects:
+                return verdict
+            other = self._once(verdict.case.but(seed=verdict.case.seed + 7919 * n), thorough=False)
+            suspects &= {f.tensor for f in other.findings if f.oracle == "statistical"}
+        if not suspects:
+            return verdict
+        promoted = tuple(_promoted(f) if f.oracle == "statistical" and f.tensor in suspects else f for f in verdict.findings)
+        return replace(verdict, findings=promoted, status="fail")
+
+    def _explained(self, verdict: Verdict) -> Verdict:
+        """With the single deviations from the contract that would explain wrong values."""
+        if not any(f.oracle in VALUE_ORACLES for f in verdict.failures) or verdict.execution is None:
+            return verdict
+        if verdict.case.dropout and not self.dropout_known:
+            return verdict
+        found = diagnose(build(verdict.case), verdict.execution.outputs, self.contract(verdict.case.dtype))
+        return replace(verdict, deviations=tuple(found))
+
+    def _remember(self, key: tuple[str, bool], verdict: Verdict) -> None:
+        """Keep the verdict; the tensors of one that passed are let go."""
+        if verdict.status == "pass" and verdict.execution is not None:
+            verdict = replace(verdict, execution=replace(verdict.execution, outputs={}, exact=None))
+        if len(self._verdicts) >= REMEMBERED:
+            del self._verdicts[next(iter(self._verdicts))]
+        self._verdicts[key] = verdict
+
+
+def _promoted(finding: Finding) -> Finding:
+    return replace(finding, severity="fail", message=f"{finding.message}; confirmed on {FRESH_SEEDS} fresh seeds")

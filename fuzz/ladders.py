@@ -1,0 +1,95 @@
+"""What the strategies choose from: tables sorted simplest first, an entry repeated as often as it is likely.
+
+One byte picks an entry, and a smaller byte picks a simpler one, so shrinking the byte shrinks the entry. No table has more
+than 256 entries.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TypeVar
+
+from .case import LAYOUTS
+
+Entry = TypeVar("Entry")
+
+TILES = (8, 16, 32, 64, 128)
+EDGES = {t: (t - 1, t, t + 1, 2 * t - 1, 2 * t, 2 * t + 1) for t in TILES}
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 32, 33, 40, 64, 72, 80, 96, 128, 192, 256)
+AXES = tuple("".join(a for a, on in zip("khqb", bits, strict=True) if on) for bits in product((0, 1), repeat=4))
+AXES = tuple("".join(a for a in "bhqk" if a in axes) for axes in AXES)
+"""Every subset of the axes b, h, q, k."""
+
+
+def pick(table: Sequence[Entry], byte: int, count: int = 0) -> Entry:
+    """The entry of a table, or of its first `count`, that a byte chooses."""
+    return table[byte * (count or len(table)) >> 8]
+
+
+def gate(percent: int, byte: int) -> int | None:
+    """None for the lower bytes, and a byte again for the upper `percent` of a hundred."""
+    first = 256 - round(2.56 * percent)
+    return None if byte < first else (byte - first) * 256 // (256 - first)
+
+
+def weighted(weights: Iterable[tuple[Entry, int]]) -> tuple[Entry, ...]:
+    """Each entry as often as its weight says, in the given order."""
+    return tuple(entry for entry, n in weights for _ in range(n))
+
+
+@lru_cache(maxsize=64)
+def lengths(least: int, most: int) -> tuple[int, ...]:
+    """Lengths, ascending but for 1 before 0: small ones, those beside tile edges, and multiples of `coarse(most)`."""
+    often = dict.fromkeys((*range(18), *range(0, most + 1, coarse(most)), least, most), 1) | {1: 6, 0: 2}
+    for tile, weight in zip(TILES, (1, 2, 3, 4, 5), strict=True):
+        often |= {n: often.get(n, 0) + weight for n in EDGES[tile]}
+    ascending = sorted((n for n in often if least <= n <= most), key=lambda n: (n != 1, n))
+    return weighted((n, often[n]) for n in ascending)
+
+
+def coarse(most: int) -> int:
+    """The step between lengths in the table; a second byte fills it."""
+    return max(8, -(-most // 64))
+
+
+@lru_cache(maxsize=64)
+def widths(allowed: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Head widths, ascending; the large ones as likely as the small ones together."""
+    chosen = sorted(d for d in (allowed or WIDTHS) if d <= most)
+    return weighted((d, 3 if d >= 40 or d in (8, 16, 24) else 2) for d in chosen)
+
+
+def fitting(table: Sequence[int], most: int) -> int:
+    """How many entries of a table of sizes are at most `most`; one where none is."""
+    return max(bisect_right(table, most), 1)
+
+
+SHAPES = weighted(
+    (
+        (("length", 1 << 10, 17), 5),
+        (("length", 1 << 12, 1 << 30), 4),
+        (("width", 1 << 13, 33), 8),
+        (("heads", 1 << 13, 33), 4),
+        (("length", 1 << 15, 130), 6),
+        (("width", 1 << 16, 130), 3),
+        (("length", 1 << 18, 1 << 30), 2),
+    )
+)
+"""(what is drawn first, the most that B*Hq*Lq*Lk*max(D, Dv) may be, the longest length): most cases are small."""
+
+BATCHES = weighted(((1, 11), (0, 1), (2, 5), (3, 2)))
+KV_HEADS = weighted(((1, 6), (2, 4), (3, 2)))
+RATIOS = weighted(((1, 6), (2, 2), (3, 2), (5, 2), (7, 2), (12, 2)))
+SCALES = (1.0, 0.37, 0.0, -0.25, -1.0, 1e-4, 8.0)
+SOFTCAPS = (30.0, 50.0, 5.0, 1.0)
+DROPOUTS = (0.5, 0.1, 0.9)
+SUBSETS = ("qk", "qv", "kv", "q", "k", "v", "")
+"""requires_grad other than all of q, k, v; the gradient of the bias comes with the bias."""
+MASK_LAYOUTS = tuple(name for name in LAYOUTS if name != "packed")
+SPANS = (-1, 0, 1, 2, 3, *sorted(n for t in TILES for n in EDGES[t][:3]), 300)
+"""Window sides and prefix lengths: open, narrow, beside tile edges, wider than anything."""
+BLOCKS = tuple(product((1, 4, 8, 16, 64), repeat=2))
+PERCENTS = (50, 90, 10)

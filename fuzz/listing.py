@@ -1,0 +1,76 @@
+"""What `flashproof list` shows: implementations, dialects, masks, oracles and data regimes, from where each is defined."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from tabulate import tabulate
+
+from ..impls import load_registry
+from ..oracles.contract import PRESETS
+from .dialects import DIALECTS
+from .masks import KINDS
+from .session import short
+from .values import REGIMES
+
+ORACLES = {
+    "value": "an element differs from float64 by more than its derived limit",
+    "nonfinite": "NaN or Inf where the answer is finite, or the other way round",
+    "dead-row": "a row with no allowed key breaks the declared policy",
+    "statistical": "errors larger than independent roundings explain (a warning until fresh seeds confirm it)",
+    "exact": "wrong even in exact arithmetic (Triton kernels, interpreted)",
+    "identity": "an identity between outputs and gradients does not hold (dropout)",
+    "memory": "a Triton kernel reads or writes where it must not (interpreted)",
+    "guard": "memory around an input was written",
+    "purity": "an input came back changed",
+    "allocation": "memory around a tensor of the target's own was written",
+    "alias": "an output shares the storage of an input",
+    "type": "what came back is no tensor, or not as many as asked for",
+    "shape": "an output has another shape",
+    "dtype": "an output has another dtype",
+    "device": "an output is on another device",
+    "grad": "a gradient is missing",
+    "repeat": "the same call twice gives other bits",
+    "sequence": "a call gives other bits after another call",
+    "ignored-keyword": "a keyword is accepted and changes nothing",
+    "global-state": "torch's global state came back changed",
+    "refusal": "a case inside the declared region was refused",
+    "exception": "the target raised something that is no refusal",
+    "crash": "the target's process died",
+    "hang": "the target gave no answer before the deadline",
+}
+"""The kinds of finding, each with what it means."""
+
+
+def _first(thing: Callable[..., object] | type) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def _implementations() -> list[tuple[str, ...]]:
+    rows = load_registry().values()
+    return [(i.name, i.dialect or "recognised", i.contract or "default", i.summary, short(i.supports)) for i in rows]
+
+
+def _dialects() -> list[tuple[str, ...]]:
+    return [
+        (name, "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)", d.align.replace("_", " "), ", ".join(n[0] for n in d.keywords.values()))
+        for name, d in DIALECTS.items()
+    ]
+
+
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[], list[tuple[str, ...]]]]] = {
+    "implementations": (("name", "dialect", "contract", "what it is", "region"), _implementations),
+    "dialects": (("name", "layout", "causal aligned", "keywords"), _dialects),
+    "masks": (("kind", "meaning"), lambda: [(k, _first(m)) for k, m in KINDS.items()]),
+    "oracles": (("finding", "meaning"), lambda: list(ORACLES.items())),
+    "contracts": (("preset", "arithmetic"), lambda: [(n, p.summary) for n, p in PRESETS.items()]),
+    "data": (("regime", "values"), lambda: [(n, _first(f)) for n, f in REGIMES.items()]),
+}
+"""Name of a list -> its columns and its rows."""
+
+
+def table(name: str) -> str:
+    """One list as text."""
+    columns, rows = TABLES[name]
+    return tabulate(rows(), headers=columns, maxcolwidths=[None] * (len(columns) - 1) + [70])

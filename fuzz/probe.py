@@ -1,0 +1,83 @@
+"""Does each keyword that a target accepts change its answer? One that is accepted and ignored is a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..oracles.finding import Finding
+from ..oracles.invariants import bits
+from .case import Case
+from .dialects import DIALECTS, Binding, Inexpressible, call
+from .masks import Causal, Random, Window
+from .tensors import build
+
+BASES = tuple(Case(B=1, Hq=2, Hkv=2, Lq=L, Lk=L, D=D, Dv=D, dtype=dtype, requires_grad="")
+              for dtype in ("float32", "float16", "bfloat16") for L, D in ((4, 8), (16, 16), (128, 64)))  # fmt: skip
+"""Tried in this order until the target serves one: some serve no float32, some no small tiles."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "causal": {"mask": Causal()},
+    "window": {"mask": Window(1, 1)},
+    "mask": {"mask": Random(percent=50, seed=1), "mask_form": "bool"},
+    "bias": {"bias": "normal"},
+    "scale": {"scale": 1.5},
+    "softcap": {"softcap": 0.5},
+    "dropout": {"dropout": 0.5},
+}
+"""What to change in a base case so that the keyword must be used and the answer must differ. Not listed: enable_gqa and
+return_lse, whose effect every case judges, and dropout_seed, which dropout uses."""
+
+
+def probe_keywords(binding: Binding, fn: Callable[..., Any], device: str = "cpu") -> tuple[dict[str, str], list[Finding]]:
+    """Per bound parameter what was seen, in words; and a finding for each that is accepted and ignored."""
+    base, plain, why = _served(binding, fn, device)
+    rows: dict[str, str] = {}
+    findings = []
+    for keyword, change in CHANGES.items():
+        name = binding.name(keyword) if keyword in DIALECTS[binding.dialect].keywords else ""
+        if not name:
+            continue
+        if plain is None:
+            rows[name] = f"not probed: {why}"
+            continue
+        rows[name] = _effect(binding, fn, base.but(**change), plain, device)
+        if rows[name] == IGNORED:
+            message = f"is accepted and ignored: {_said(change)} does not change the answer"
+            findings.append(Finding("ignored-keyword", name, message, details={"case": base.but(**change).to_json()}))
+    return rows, findings
+
+
+IGNORED = "ignored"
+
+
+def _served(binding: Binding, fn: Callable[..., Any], device: str) -> tuple[Case, Tensor | None, str]:
+    """The first base case that the target answers, with its output; else None and the first reason."""
+    reasons = []
+    for base in BASES:
+        try:
+            return base, _output(binding, fn, base, device), ""
+        except Exception as e:  # the target may raise anything; whether it should is for the fuzzer to judge
+            reasons.append(f"{type(e).__name__}: {e}")
+    return BASES[0], None, reasons[0]
+
+
+def _output(binding: Binding, fn: Callable[..., Any], case: Case, device: str) -> Tensor:
+    torch.manual_seed(case.seed)
+    return call(binding, fn, build(case, device))["o"].clone()
+
+
+def _effect(binding: Binding, fn: Callable[..., Any], case: Case, plain: Tensor, device: str) -> str:
+    try:
+        changed = _output(binding, fn, case, device)
+    except Inexpressible as e:
+        return f"not probed: {e}"
+    except Exception as e:  # as above
+        return f"not probed: {type(e).__name__}: {e}"
+    return IGNORED if torch.equal(bits(plain), bits(changed)) else "changes the answer"
+
+
+def _said(change: dict[str, Any]) -> str:
+    return ", ".join(f"{n}={v!r}" for n, v in change.items())

@@ -1,0 +1,77 @@
+"""Region: what a target says it serves. Cases are drawn inside it; a refusal inside it is a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .case import Case
+from .masks import Causal, Full, Window
+
+MASKS = ("none", "causal_top_left", "causal_bottom_right", "window", "bool", "additive")
+"""Structural kinds of mask, by what the target is handed: `bool` and `additive` are dense tensors."""
+
+
+def mask_kind(case: Case) -> str:
+    """The structural kind of a case's mask."""
+    if case.mask == Full() and case.mask_form == "flags":
+        return "none"
+    if case.mask_form == "flags" and isinstance(case.mask, Causal):
+        return f"causal_{case.mask.align}"
+    if case.mask_form == "flags" and isinstance(case.mask, Window):
+        return "window"
+    return "additive" if case.mask_form == "additive" else "bool"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Dtypes, sizes, masks and features served; the default is everything."""
+
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    head_dims: tuple[int, ...] = ()  # empty: any
+    max_head_dim: int = 256
+    min_len: int = 0
+    max_len: int = 1 << 30
+    dv_differs: bool = True
+    gqa: bool = True
+    lq_differs: bool = True
+    masks: tuple[str, ...] = MASKS
+    bias: bool = True
+    bias_grad: bool = True
+    scale: bool = True
+    softcap: bool = True
+    dropout: bool = True
+    lse: bool = True
+    lse_grad: bool = True
+    backward: bool = True
+    layouts: bool = True
+
+    def refuses(self, case: Case) -> str:
+        """Why the case lies outside, in a few words; empty inside."""
+        for reason, outside in _limits(self, case):
+            if outside:
+                return reason
+        return ""
+
+
+def _limits(r: Region, c: Case) -> tuple[tuple[str, bool], ...]:
+    dims = (c.D, c.Dv)
+    layouts = {c.layout_q, c.layout_k, c.layout_v, c.layout_do, c.layout_mask}
+    return (
+        (f"dtype {c.dtype}", c.dtype not in r.dtypes),
+        (f"head dim {c.D}, {c.Dv}", bool(r.head_dims) and not set(dims) <= set(r.head_dims)),
+        (f"head dim above {r.max_head_dim}", max(dims) > r.max_head_dim),
+        (f"length below {r.min_len}", min(c.B, c.Lq, c.Lk) < r.min_len),
+        (f"length above {r.max_len}", max(c.Lq, c.Lk) > r.max_len),
+        ("Dv different from D", c.D != c.Dv and not r.dv_differs),
+        ("grouped heads", c.Hq != c.Hkv and not r.gqa),
+        ("Lq different from Lk", c.Lq != c.Lk and not r.lq_differs),
+        (f"mask {mask_kind(c)}", mask_kind(c) not in r.masks),
+        ("bias", bool(c.bias) and not r.bias),
+        ("gradient of the bias", "b" in c.requires_grad and not r.bias_grad),
+        ("scale", c.scale is not None and not r.scale),
+        ("softcap", c.softcap > 0 and not r.softcap),
+        ("dropout", c.dropout > 0 and not r.dropout),
+        ("gradient through lse", c.lse_grad and not (r.lse_grad and r.lse)),
+        ("backward", bool(c.requires_grad) and not r.backward),
+        ("layouts", layouts != {"contiguous"} and not r.layouts),
+    )

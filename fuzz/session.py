@@ -1,0 +1,127 @@
+"""A target made ready to be judged: its runner, its judge, the region its cases come from, and the lines that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..impls.loading import TargetError
+from ..oracles.contract import contract_for
+from .commands import Exit, Options, Stop
+from .execute import DeviceAbsent, Runner, region_from_json
+from .judge import Judge
+from .region import MASKS, Region
+from .worker import Worker, WorkerError
+
+
+@dataclass(frozen=True)
+class Session:
+    """One target that runs, and what was understood of it."""
+
+    target: str
+    options: Options
+    runner: Runner | Worker
+    judge: Judge
+    region: Region
+    declared: Region | None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the runner understood of the target, as JSON."""
+        return self.runner.info
+
+
+@contextmanager
+def opened(target: str, options: Options) -> Iterator[Session]:
+    """The session of a target; Stop says in one sentence why there is none. Its worker ends with it."""
+    runner = _runner(target, options)
+    try:
+        declared = region_from_json(runner.info["supports"])
+        region = narrowed(region_from_json(runner.info["expressible"]) or Region(), declared, options)
+        yield Session(target, options, runner, Judge(runner, options.contract, declared), region, declared)
+    finally:
+        if isinstance(runner, Worker):
+            runner.close()
+
+
+def _runner(target: str, options: Options) -> Runner | Worker:
+    given = {"dialect": options.dialect, "device": options.device or "cpu", "contract": options.contract}
+    try:
+        contract_for(options.contract, "float32", "cpu")  # a wrong spec is told before a child is started
+        return Runner(target, **given) if options.in_process else Worker(target, **given, log=options.log)
+    except DeviceAbsent as e:
+        raise Stop(str(e), Exit.BLIND) from None
+    except TargetError as e:
+        raise Stop(str(e), Exit.USAGE, e.traceback) from None
+    except ValueError as e:
+        raise Stop(f"{target}: {e}" if "callable" in str(e) or "parameter" in str(e) else str(e), Exit.USAGE) from None
+    except WorkerError as e:
+        raise Stop(str(e), Exit.INFRASTRUCTURE) from None
+
+
+def narrowed(region: Region, declared: Region | None, options: Options) -> Region:
+    """The region with the dtypes and lengths that were asked for; Stop if the target declares none of them."""
+    if options.dtypes:
+        dtypes = tuple(d for d in options.dtypes if declared is None or d in declared.dtypes)
+        if not dtypes:
+            served = ", ".join(declared.dtypes) if declared else ""
+            raise Stop(f"--dtype must be one that the target declares ({served}), got {', '.join(options.dtypes)}")
+        region = replace(region, dtypes=dtypes)
+    if options.max_len is not None:
+        if options.max_len < region.min_len:
+            raise Stop(f"--max-len must be at least {region.min_len}, the shortest length that the target declares, got {options.max_len}")
+        region = replace(region, max_len=min(region.max_len, options.max_len))
+    return region
+
+
+def header(session: Session) -> list[str]:
+    """The first lines of every command: dialect, keywords, region, contract, device, versions."""
+    info, versions = session.info, dict(session.info["environment"])
+    device, system = versions.pop("device", ""), versions.pop("system", "")
+    interpreted = "; Triton kernels run in the interpreter" if info.get("interpreted") else ""
+    lse = "" if info["returns_lse"] else "; it returns no lse, so lse and gradients through it are not judged"
+    rows = (
+        ("target", session.target + (f": {info['summary']}" if info.get("summary") else "")),
+        ("dialect", f"{info['dialect']}; uses {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
+        ("region", f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals"),
+        ("drawn", short(session.region)),
+        *(("contract", line) for line in contracts(session)),
+        ("device", f"{info['device']} ({device}){interpreted}"),
+        ("versions", ", ".join(f"{n} {v}" for n, v in versions.items()) + (f"; {system}" if system else "")),
+    )
+    return [f"{name:9} {text}" for name, text in rows]
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) or "no keyword"
+
+
+def contracts(session: Session) -> list[str]:
+    """The contract as resolved, a line for each dtype with what sets it apart from IEEE float32 arithmetic."""
+    plain = contract_for("", "float32", "cpu")
+    lines = []
+    for dtype in session.region.dtypes:
+        contract = session.judge.contract(dtype)
+        apart = [(f.name, getattr(contract, f.name)) for f in fields(contract) if f.name not in ("io", "spec")]
+        changed = [f"{n}={_value(v)}" for n, v in apart if v != getattr(plain, n)]
+        lines.append(f"{dtype}: {session.judge.spec or 'default'}{' (' + ', '.join(changed) + ')' if changed else ''}")
+    return lines
+
+
+def _value(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def short(region: Region | None) -> str:
+    """A region in a few words: what is served, then what is not."""
+    if region is None:
+        return "not declared"
+    dims = f"head dims {', '.join(map(str, region.head_dims))}" if region.head_dims else f"head dims to {region.max_head_dim}"
+    longest = "any length" if region.max_len >= Region().max_len else f"lengths to {region.max_len}"
+    shortest = f" from {region.min_len}" if region.min_len else ""
+    masks = "all masks" if set(region.masks) == set(MASKS) else f"masks {', '.join(region.masks) or 'none'}"
+    off = [f.name.replace("_", " ") for f in fields(region) if getattr(region, f.name) is False]
+    lacks = f"; not: {', '.join(off)}" if off else ""
+    return f"{', '.join(region.dtypes)}; {dims}; {longest}{shortest}; {masks}{lacks}"

@@ -1,0 +1,81 @@
+"""Failures that a new process does not show: the fewest earlier cases that must run before, in the same process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from .case import Case
+from .shrink import Budget, BudgetSpentError, shrink
+
+Fails = Callable[[Sequence[Case]], bool]
+"""Whether, in a new process, the last of these cases fails after the others ran."""
+RUNS = Budget(probes=40, seconds=60.0)
+"""A run here starts a process, which costs seconds."""
+
+
+class _Counted:
+    """The predicate, asked once per list and at most as often as a budget allows."""
+
+    def __init__(self, fails: Fails, budget: Budget, clock: Callable[[], float]) -> None:
+        self.fails, self.budget, self.clock = fails, budget, clock
+        self.end = clock() + budget.seconds
+        self.known: dict[tuple[str, ...], bool] = {}
+
+    def __call__(self, cases: Sequence[Case]) -> bool:
+        key = tuple(c.key for c in cases)
+        if key not in self.known:
+            if len(self.known) >= self.budget.probes or self.clock() > self.end:
+                raise BudgetSpentError
+            self.known[key] = self.fails(cases)
+        return self.known[key]
+
+
+def preceding(
+    case: Case, before: Sequence[Case], fails: Fails, budget: Budget = RUNS, clock: Callable[[], float] = time.monotonic
+) -> tuple[Case, ...]:
+    """The fewest, simplest cases of `before` after which `case` fails in a new process; empty when none is found."""
+    asked = _Counted(fails, budget, clock)
+    best: list[Case] = []
+    try:
+        best = _suffix(case, before, asked)
+        for smaller in _smaller(case, best, asked):
+            best = smaller
+    except BudgetSpentError:
+        pass
+    return tuple(best)
+
+
+def _suffix(case: Case, before: Sequence[Case], fails: Fails) -> list[Case]:
+    """The case itself once before, else the shortest of the last 1, 2, 4, ... cases that leads to the failure."""
+    tails = [[case], *(list(before[-n:]) for n in _doubling(len(before)))]
+    return next((tail for tail in tails if fails([*tail, case])), [])
+
+
+def _doubling(most: int) -> list[int]:
+    sizes = []
+    n = 1
+    while n < most:
+        sizes.append(n)
+        n *= 2
+    return [*sizes, most] if most else []
+
+
+def _smaller(case: Case, best: list[Case], fails: Fails) -> Iterator[list[Case]]:
+    """Shorter and simpler lists that still lead to the failure, each better than the one before."""
+    step = len(best) // 2
+    while step:
+        at = 0
+        while at < len(best):
+            rest = best[:at] + best[at + step :]
+            if rest and fails([*rest, case]):
+                best = rest
+                yield best
+            else:
+                at += step
+        step //= 2
+    for at in range(len(best)):
+        first, last = best[:at], best[at + 1 :]
+        one = shrink(best[at], lambda c, a=first, b=last: fails([*a, c, *b, case]), Budget(probes=12, seconds=20.0))  # type: ignore[misc]
+        best = [*first, one, *last]
+        yield best

@@ -1,0 +1,343 @@
+"""Hypothesis strategies for cases: simplest first, nothing filtered, every kind of every axis soon.
+
+A case is decoded from a fixed number of bytes, one for each thing that can be chosen; zero is the simplest choice.
+Hypothesis draws bytes evenly and shrinks each on its own, so a choice that does not matter becomes the simplest one without
+moving the others. (Its integers are drawn from small and special values much more often, which would leave kinds out.)
+Sizes are chosen within a budget of work, each from what the ones before have left of it: most cases are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from . import ladders
+from .case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, SEQUENCES, Case
+from .ladders import fitting, gate, pick
+from .masks import ALIGNMENTS, And, BlockSparse, Causal, Document, Full, Mask, Not, Or, Padding, Prefix, Random, Strided, Window
+from .region import MASKS, Region
+from .tensors import MAX_ORACLE_BYTES, oracle_bytes
+
+Entry = TypeVar("Entry")
+Fields = dict[str, Any]
+
+FEATURES = {
+    "sequence": 17, "dropout": 11, "softcap": 12, "bias": 25, "mask": 62, "layouts": 36, "lse_grad": 14, "requires_grad": 25,
+    "grad": 15, "scale": 22, "dv": 20, "data": 64, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
+}  # fmt: skip
+"""What can be switched off, and in how many of a hundred cases it is on where nothing forbids it.
+
+backward: gradients at all; gqa: several heads per key head; lq: Lq other than Lk; dv: Dv other than D; nonfinite: the
+regimes with NaN and Inf. Those with 100 are ordinary sizes and data, which come up by themselves.
+"""
+CHOICES = (
+    "sequence", "dropout", "softcap", "bias", "bias_axes", "bias_grad", "mask", "form", "mask_axes", "fill",
+    "kind", "one", "1a", "1b", "1c", "two", "2a", "2b", "2c",
+    "layouts", "layout_mask", "layout_q", "layout_k", "layout_v", "layout_do",
+    "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "dtype",
+    "shape", "B", "Hkv", "G", "D", "Lk", "Lk+", "Lq", "Lq+", "seed", "seed2",
+)  # fmt: skip
+"""What each byte chooses; earlier ones are shrunk with priority."""
+
+_STRUCTURES = (("causal_top_left", 2), ("causal_bottom_right", 2), ("window", 2), ("bool", 7), ("additive", 6))
+_INNER = ("causal", "window", "padding", "document", "prefix", "strided", "block_sparse", "random")
+_DENSE = ("full", *_INNER, "random", "and", "or", "not")
+_DENSE_FLAGS = (*_INNER[2:], "and", "or", "not")  # a lone causal or window mask of form "flags" is no dense tensor
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What may be chosen: a region narrowed by what the user asked for, and the tables that follow from it."""
+
+    region: Region
+    max_len: int
+    features: frozenset[str]
+    structures: tuple[str, ...]  # kinds of mask other than none
+    data: tuple[str, ...]
+    widths: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+def _menu(region: Region, max_len: int, features: frozenset[str]) -> Menu:
+    return Menu(
+        region,
+        max_len,
+        features,
+        structures=ladders.weighted((n, w) for n, w in _STRUCTURES if n in region.masks),
+        data=tuple(n for n in DATA[1:] if "nonfinite" in features or not n.startswith("nonfinite")),
+        widths=ladders.widths(region.head_dims, region.max_head_dim),
+        batches=tuple(b for b in ladders.BATCHES if b >= region.min_len) or (region.min_len,),
+    )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The bytes of a case, by name, and the menu they choose from."""
+
+    menu: Menu
+    bytes: dict[str, int]
+
+    def pick(self, name: str, table: Sequence[Entry], count: int = 0) -> Entry:
+        return pick(table, self.bytes[name], count)
+
+    def whole(self, name: str, most: int) -> int:
+        """0..most."""
+        return self.bytes[name] * (most + 1) >> 8
+
+    def on(self, feature: str) -> int | None:
+        """None where the feature is off, otherwise a byte that chooses its value."""
+        return gate(FEATURES[feature], self.bytes[feature]) if feature in self.menu.features else None
+
+
+def cases(
+    region: Region = Region(),  # noqa: B008 (frozen)
+    *,
+    dtypes: Collection[str] | None = None,
+    max_len: int | None = None,
+    masks: Collection[str] | None = None,
+    features: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> st.SearchStrategy[Case]:
+    """A strategy for cases inside a region, small ones most often, shrinking towards `Case()`.
+
+    dtypes and masks narrow the region's (names as in Region); max_len bounds Lq and Lk (default 300, or the region's).
+    `features` are the only ones of FEATURES that may appear, `without` those that may not. No case needs more than
+    MAX_ORACLE_BYTES to judge. ValueError names an unknown word, or says what leaves nothing to draw.
+    """
+    dtypes = _known("dtypes", dtypes, DTYPES, region.dtypes if dtypes is None else DTYPES)
+    if outside := [d for d in dtypes if d not in region.dtypes]:
+        raise ValueError(f"dtypes must lie inside the region ({', '.join(region.dtypes)}), got {outside[0]!r}")
+    wanted = _known("masks", masks, MASKS, MASKS)
+    chosen = set(_known("features", features, FEATURES, tuple(FEATURES))) - set(_known("without", without, FEATURES, ()))
+    narrowed = replace(region, dtypes=dtypes, masks=tuple(m for m in MASKS if m in wanted and m in region.masks))
+    most = min(region.max_len, 300) if max_len is None else min(region.max_len, max_len)
+    allowed = frozenset(chosen & _served(narrowed))
+    _check(narrowed, most, allowed)
+    menu = _menu(narrowed, most, allowed)
+    return st.binary(min_size=len(CHOICES), max_size=len(CHOICES)).map(lambda data: decode(menu, data))
+
+
+def _known(what: str, names: Collection[str] | None, known: Collection[str], default: Sequence[str]) -> tuple[str, ...]:
+    if names is None or (not names and what == "without"):
+        return tuple(default)
+    if isinstance(names, str):
+        raise ValueError(f"{what} must be a list of names, got {what}={names!r}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} must be among {', '.join(known)}, got {name!r}")
+    return tuple(n for n in known if n in names)
+
+
+def _served(region: Region) -> set[str]:
+    """The features that a region serves."""
+    serves = {
+        "mask": set(region.masks) != {"none"}, "layouts": region.layouts, "scale": region.scale, "dv": region.dv_differs,
+        "lse_grad": region.lse and region.lse_grad, "softcap": region.softcap, "bias": region.bias, "dropout": region.dropout,
+        "gqa": region.gqa, "lq": region.lq_differs, "backward": region.backward,
+    }  # fmt: skip
+    return {name for name in FEATURES if serves.get(name, True)}
+
+
+def _check(r: Region, max_len: int, features: frozenset[str]) -> None:
+    """ValueError where there is nothing to draw, or the smallest case is too large to judge."""
+    if not r.dtypes or not r.masks:
+        raise ValueError(f"cases must have a dtype and a mask to draw, got dtypes={list(r.dtypes)}, masks={list(r.masks)}")
+    if max_len < max(r.min_len, 1):
+        raise ValueError(f"max_len must be at least {max(r.min_len, 1)}, got max_len={max_len}")
+    widths = ladders.widths(r.head_dims, r.max_head_dim)
+    if not widths:
+        raise ValueError(f"head_dims must have an entry up to {r.max_head_dim}, got head_dims={list(r.head_dims)}")
+    if "mask" not in features and "none" not in r.masks:
+        raise ValueError(f"masks must include 'none' where the feature 'mask' is off, got masks={list(r.masks)}")
+    least = max(r.min_len, 1)
+    if oracle_bytes(Case(B=least, Lq=least, Lk=least, D=widths[0], Dv=widths[0])) > MAX_ORACLE_BYTES:
+        raise ValueError(f"the smallest case must need at most {MAX_ORACLE_BYTES} bytes to judge, got min_len={r.min_len}")
+
+
+def decode(menu: Menu, data: bytes) -> Case:
+    """The case that the bytes choose from the menu."""
+    at = Choices(menu, dict(zip(CHOICES, data, strict=True)))
+    fields: Fields = {"dtype": at.pick("dtype", menu.region.dtypes), "seed": at.bytes["seed"] + 256 * at.bytes["seed2"]}
+    fields |= _layouts(at)
+    fields |= _sizes(at, packed=all(fields.get(f"layout_{t}") == "packed" for t in "qkv"))
+    fields |= _mask(at, fields)
+    fields |= _bias(at)
+    fields |= _backward(at, fields)
+    fields |= _numbers(at)
+    if "layout_q" in fields and (fields["bias"] or fields.get("mask_form", "flags") != "flags"):
+        fields["layout_mask"] = at.pick("layout_mask", ladders.MASK_LAYOUTS)
+    if (byte := at.on("sequence")) is not None:
+        fields["sequence"] = pick(_sequences(menu, fields), byte)
+    return Case(**fields)
+
+
+def _numbers(at: Choices) -> Fields:
+    """Data regime, scale, softcap and dropout."""
+    tables: dict[str, Sequence[Any]] = {"data": at.menu.data, "scale": ladders.SCALES, "softcap": ladders.SOFTCAPS, "dropout": ladders.DROPOUTS}
+    chosen = {name: (table, at.on(name)) for name, table in tables.items()}
+    return {name: pick(table, byte) for name, (table, byte) in chosen.items() if byte is not None}
+
+
+def _layouts(at: Choices) -> Fields:
+    """Layouts of q, k, v and do: one of them other than contiguous, all the same, or each for itself."""
+    style = at.on("layouts")
+    if style is None:
+        return {}
+    names = ("layout_q", "layout_k", "layout_v", "layout_do")
+    if style < 32:
+        odd = pick(names, style * 8)
+        return {name: at.pick(name, LAYOUTS[1:]) if name == odd else LAYOUTS[0] for name in names}
+    if style < 112:
+        return dict.fromkeys(names, at.pick("layout_q", LAYOUTS[1:]))
+    return {name: at.pick(name, LAYOUTS) for name in names}
+
+
+def _sizes(at: Choices, packed: bool) -> Fields:
+    """B, Hq, Hkv, Lq, Lk, D and Dv with B * Hq * Lq * Lk * max(D, Dv) within a budget, as far as the region allows.
+
+    Packed q, k and v get equal lengths and widths, and so one storage.
+    """
+    menu = at.menu
+    first, left, longest = at.pick("shape", ladders.SHAPES)
+    out: Fields = {}
+    for what in (first, *(w for w in ("length", "width", "heads") if w != first)):
+        reserved = left // menu.widths[0] if "D" not in out else left
+        if what == "length":
+            out |= _lengths(at, min(menu.max_len, longest), reserved, "lq" in menu.features and not packed)
+            left //= max(out["Lq"], 1) * max(out["Lk"], 1)
+        elif what == "width":
+            out |= _widths(at, left, packed)
+            left //= max(out["D"], out["Dv"])
+        else:
+            out |= _heads(at, reserved)
+            left //= max(out["B"], 1) * out["Hq"]
+    return out
+
+
+def _lengths(at: Choices, longest: int, area: int, differ: bool) -> Fields:
+    """Lk, and Lq with Lq * Lk within the area; in a third of the cases Lq is Lk, beside it or twice as long."""
+    least = at.menu.region.min_len
+    table = ladders.lengths(least, longest := max(longest, least))
+    if not differ:
+        side = int(area**0.5)
+        n = _filled(at, "Lk", at.pick("Lk", table, fitting(table, side)), min(longest, side))
+        return {"Lq": n, "Lk": n}
+    Lk = _filled(at, "Lk", at.pick("Lk", table, fitting(table, area)), min(longest, area))
+    most = min(longest, area // max(Lk, 1))
+    near = [n for n in (Lk, Lk, Lk + 1, Lk - 1, 2 * Lk) if least <= n <= most]
+    byte = gate(33, at.bytes["Lq"]) if near else None
+    if byte is not None:
+        return {"Lq": pick(near, byte), "Lk": Lk}
+    free = at.bytes["Lq"] * 3 // 2 if near else at.bytes["Lq"]
+    return {"Lq": _filled(at, "Lq", pick(table, min(free, 255), fitting(table, most)), most), "Lk": Lk}
+
+
+def _filled(at: Choices, name: str, n: int, most: int) -> int:
+    """A length of the table, or in a third of the cases one up to `coarse` above it."""
+    byte = gate(33, at.bytes[name + "+"])
+    return n if byte is None else max(n, min(n + 1 + (byte * (ladders.coarse(most) - 1) >> 8), most))
+
+
+def _widths(at: Choices, left: int, packed: bool) -> Fields:
+    """D, and Dv, which differs where the feature dv is on."""
+    table, count = at.menu.widths, fitting(at.menu.widths, left)
+    D, byte = at.pick("D", table, count), at.on("dv")
+    return {"D": D, "Dv": D if byte is None or packed else pick(table, byte, count)}
+
+
+def _heads(at: Choices, left: int) -> Fields:
+    """B, Hkv and Hq, with B * Hq up to `left`."""
+    ratios = ladders.RATIOS if "gqa" in at.menu.features else (1,)
+    G = at.pick("G", ratios, fitting(ratios, left))
+    Hkv = at.pick("Hkv", ladders.KV_HEADS, fitting(ladders.KV_HEADS, left // G))
+    B = at.pick("B", at.menu.batches, fitting(at.menu.batches, left // (G * Hkv)))
+    return {"B": B, "Hkv": Hkv, "Hq": Hkv * G}
+
+
+def _mask(at: Choices, sizes: Fields) -> Fields:
+    """A mask other than none, as the dialect's keyword or as a dense tensor."""
+    byte = at.bytes["mask"] if "none" not in at.menu.region.masks else at.on("mask")
+    if byte is None or "mask" not in at.menu.features:
+        return {}
+    structure = pick(at.menu.structures, byte)
+    if structure in ("causal_top_left", "causal_bottom_right"):
+        return {"mask": Causal("top_left" if structure == "causal_top_left" else "bottom_right")}
+    if structure == "window":
+        return {"mask": _leaf(at, "window", "1", sizes)}
+    form = "additive" if structure == "additive" else at.pick("form", ("bool", "bool", "flags"))
+    mask = _dense(at, at.pick("kind", _DENSE_FLAGS if form == "flags" else _DENSE), sizes)
+    fill = at.pick("fill", MASK_FILLS) if form == "additive" else MASK_FILLS[0]
+    axes = gate(70, at.bytes["mask_axes"])
+    return {"mask": mask, "mask_form": form, "mask_fill": fill, "mask_axes": "" if axes is None else pick(ladders.AXES, axes)}
+
+
+def _dense(at: Choices, kind: str, sizes: Fields) -> Mask:
+    if kind == "not":
+        return Not(_leaf(at, at.pick("one", _INNER), "1", sizes))
+    if kind in ("and", "or"):
+        parts = [_leaf(at, at.pick(n, _INNER), p, sizes) for n, p in (("one", "1"), ("two", "2"))]
+        return (And if kind == "and" else Or)(*parts)
+    return _leaf(at, kind, "1", sizes)
+
+
+def _leaf(at: Choices, kind: str, part: str, sizes: Fields) -> Mask:
+    """A mask of one kind; the three bytes of the part choose its parameters, absolute numbers all."""
+    a, b, c = part + "a", part + "b", part + "c"
+    seed = at.bytes["seed"] % 16
+    match kind:
+        case "causal":
+            return Causal(at.pick(a, ALIGNMENTS))
+        case "window":
+            return Window(at.pick(a, ladders.SPANS), at.pick(b, ladders.SPANS), at.pick(c, ALIGNMENTS))
+        case "padding":
+            return Padding(tuple(sizes["Lk"] - at.whole(n, sizes["Lk"]) for n in (a, b)[: max(sizes["B"], 1)]))
+        case "document":
+            return Document(tuple(at.whole(n, max(sizes["Lq"], sizes["Lk"])) for n in (a, b)))
+        case "prefix":
+            return Prefix(at.pick(a, ladders.SPANS[1:]), at.pick(b, ALIGNMENTS))
+        case "strided":
+            return Strided(at.pick(a, (2, 1, 3, 4, 7, 8, 16, 17)))
+        case "block_sparse":
+            (q, k), axes = at.pick(a, ladders.BLOCKS), at.pick(c, ("qk", "bqk", "hqk", "bhqk"))
+            return BlockSparse(q, k, at.pick(b, ladders.PERCENTS), seed, axes)
+        case "random":
+            axes = at.pick(c, ("qk", *ladders.AXES[1:]))
+            dead = at.whole(b, 8) // 3 * 15 if "q" in axes else 0
+            return Random(at.pick(a, ladders.PERCENTS), dead, seed, axes)
+    return Full()
+
+
+def _bias(at: Choices) -> Fields:
+    """An additive bias and whether its gradient is asked for."""
+    byte = at.on("bias")
+    if byte is None:
+        return {"bias": "", "requires_grad": "qkv"}
+    wanted = at.menu.region.bias_grad and at.bytes["bias_grad"] >= 96
+    axes = at.pick("bias_axes", sorted(ladders.AXES, key=lambda a: a != "qk"))
+    return {"bias": pick(BIAS[1:], byte), "bias_axes": axes, "requires_grad": "qkvb" if wanted else "qkv"}
+
+
+def _backward(at: Choices, fields: Fields) -> Fields:
+    """requires_grad, grad and lse_grad; lse depends on q, k and the bias only."""
+    if "backward" not in at.menu.features:
+        return {"requires_grad": ""}
+    wanted = fields["requires_grad"]
+    if (byte := at.on("requires_grad")) is not None:
+        wanted = pick(ladders.SUBSETS, byte) + wanted.lstrip("qkv")
+    grad = at.on("grad") if wanted else None
+    through = at.on("lse_grad") is not None and wanted not in ("", "v")
+    return {"requires_grad": wanted, "grad": GRADS[0] if grad is None else pick(GRADS[1:], grad), "lse_grad": through}
+
+
+def _sequences(menu: Menu, fields: dict[str, Any]) -> tuple[str, ...]:
+    """The call sequences whose middle call stays inside the region."""
+    dense = fields.get("mask_form", "flags") != "flags"
+    inside = {
+        "scale": "scale" in menu.features,
+        "layout": "layouts" in menu.features,
+        "mask": "mask" in menu.features and (dense or {"none", "causal_top_left"} <= set(menu.region.masks)),
+    }
+    return tuple(name for name in SEQUENCES[1:] if inside.get(name, True))

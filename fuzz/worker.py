@@ -1,0 +1,265 @@
+"""Worker: a target runs in a child process, so that a crash, a hang or a poisoned device ends a case and not the campaign."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+from ..impls.loading import TargetError
+from ..oracles.finding import Finding
+from . import wire
+from .case import Case
+from .execute import DeviceAbsent, Execution
+
+START_SECONDS = 120.0
+"""For importing torch and the target, and for compiling what it compiles at import: apart from every case's deadline."""
+DEADLINE = 60.0
+GROWTH = 1 << 30
+"""A child whose resident memory grew by this much is replaced between two cases."""
+HISTORY = 32
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+"""Nothing that a target computes raises these in itself: the case is run again before the target is blamed."""
+LAST_LINES = 20
+
+
+class WorkerError(Exception):
+    """No child can be started, through no fault of the target."""
+
+
+class Worker:
+    """Runs cases of one target in a child that is replaced when it dies. Raises what Runner raises, and WorkerError.
+
+    `log` is written ahead: a line that names the case, synced to disk, before it runs, another when it is done.
+    `history` holds the last cases of the present child: what may have led to a failure that a fresh child does not show.
+    """
+
+    def __init__(
+        self, target: str, *, dialect: str = "", device: str = "cpu", contract: str = "", log: Path | None = None, deadline: float = DEADLINE
+    ) -> None:
+        self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
+        self.deadline = deadline
+        self.deaths = 0
+        self.lost = 0  # children lost through no fault of the target
+        self.history: deque[Case] = deque(maxlen=HISTORY)
+        self._count = 0
+        self._log = open(log, "a", encoding="utf-8") if log else None  # noqa: SIM115 (closed by close)
+        self._child: _Child | None = None
+        self.info = self._start().info
+
+    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, deadline: float | None = None) -> Execution:
+        """The execution of one case: status crashed when the child died, hung when it passed the deadline."""
+        self._count += 1
+        self._write({"start": self._count, "case": case.to_json()}, sync=True)
+        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat}
+        out = self._attempt(case, request, deadline or self.deadline)
+        if isinstance(out, _Killed):
+            again = self._attempt(case, request, deadline or self.deadline)
+            self.lost += not isinstance(again, _Killed)
+            out = again
+        self._write({"done": self._count, "status": out.status})
+        return out
+
+    def probe(self) -> tuple[dict[str, str], list[Finding]]:
+        """What each bound keyword does, and findings of those that are accepted and ignored."""
+        child = self._start()
+        try:
+            message, _ = child.ask({"op": "probe"}, time.monotonic() + self.deadline)
+        except (wire.Closed, wire.Late):
+            self._drop()
+            return {}, []
+        return message["rows"], [Finding.from_json(f) for f in message["findings"]]
+
+    def restart(self) -> None:
+        """End the child; the next case runs in a fresh one."""
+        self._drop()
+
+    def close(self) -> None:
+        """End the child and close the log."""
+        self._drop()
+        if self._log:
+            self._log.close()
+            self._log = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._drop()
+
+    def _start(self) -> _Child:
+        if self._child is None:
+            self._child = _Child(self.arguments)
+            self.history.clear()
+        return self._child
+
+    def _drop(self) -> None:
+        if self.__dict__.get("_child"):
+            self._child.end()  # type: ignore[union-attr]
+            self._child = None
+
+    def _attempt(self, case: Case, request: dict[str, Any], seconds: float) -> Execution:
+        started = time.monotonic()
+        try:
+            child = self._start()
+        except (WorkerError, TargetError, DeviceAbsent, ValueError) as e:  # it started before: the target's import is not to blame
+            return Execution("infrastructure", message=f"no new child could be started: {e}")
+        started = time.monotonic()
+        self.history.append(case)
+        try:
+            message, tensors = child.ask(request, started + seconds)
+        except wire.Late:
+            return self._death(Execution("hung", message=f"no answer within {seconds:g} s"), child)
+        except (wire.Closed, wire.Garbled):
+            return self._death(child.obituary(), child)
+        out = _execution(message, tensors)
+        if out.status == "crashed" or message["rss"] > child.rss + GROWTH:
+            self._drop()
+        return out
+
+    def _death(self, out: Execution, child: _Child) -> Execution:
+        self.deaths += 1
+        out.printed = child.last_lines()
+        self._drop()
+        return out
+
+    def _write(self, line: dict[str, Any], sync: bool = False) -> None:
+        if self._log:
+            self._log.write(json.dumps(line) + "\n")
+            self._log.flush()
+            if sync:
+                os.fsync(self._log.fileno())
+
+
+class _Killed(Execution):
+    """A death by a signal from outside."""
+
+
+def _execution(message: dict[str, Any], tensors: dict[str, Any]) -> Execution:
+    groups: dict[str, dict[str, Any]] = {"outputs": {}, "exact": {}}
+    for name, x in tensors.items():
+        group, _, tensor = name.partition(".")
+        groups[group][tensor] = x
+    return Execution.from_json(message, groups["outputs"], groups["exact"] if message["exact"] else None)
+
+
+class _Child:
+    """One child process: its pipes, what it printed, its end."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.printed: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (lives as long as the child)
+        self.process, self.requests, self.replies = _spawn(self.printed.fileno(), arguments["device"])
+        deadline = time.monotonic() + START_SECONDS
+        self.greeted = False
+        try:
+            self._hello(deadline)
+            wire.send(self.requests, {"runner": arguments})
+            message, _ = wire.receive(self.replies, deadline)
+        except (wire.Closed, wire.Late, wire.Garbled) as e:
+            text = self._no_start(e, arguments["target"])
+            self.end()
+            raise text from None
+        if "error" in message:
+            self.end()
+            raise _error(message)
+        self.info, self.rss = message["info"], message["rss"]
+
+    def _hello(self, deadline: float) -> None:
+        message, _ = wire.receive(self.replies, deadline)
+        if "hello" not in message:
+            raise wire.Garbled
+        self.greeted = True
+
+    def _no_start(self, error: Exception, target: str) -> Exception:
+        """Before the hello nothing of the target has run; after it the target's import is what died."""
+        ending = "took too long" if isinstance(error, wire.Late) else self.obituary().message
+        lines = self.last_lines()
+        if not self.greeted:
+            return WorkerError(f"the worker's child did not start ({ending}): {lines.strip() or 'it printed nothing'}")
+        return TargetError(f"target {target} could not be imported: {ending}", lines)
+
+    def ask(self, message: dict[str, Any], deadline: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Send a message and wait for the answer."""
+        wire.send(self.requests, message)
+        return wire.receive(self.replies, deadline)
+
+    def obituary(self) -> Execution:
+        """How the child died, as an execution."""
+        try:
+            code = self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return Execution("crashed", message="closed its pipe")
+        if code >= 0:
+            return Execution("crashed", message=f"exited with code {code}")
+        kind = _Killed if -code in OUTSIDE_SIGNALS else Execution
+        return kind("crashed", message=signal.Signals(-code).name)
+
+    def last_lines(self) -> str:
+        """The end of what it printed."""
+        size = os.fstat(self.printed.fileno()).st_size
+        text = os.pread(self.printed.fileno(), 8192, max(0, size - 8192)).decode(errors="replace")
+        return "".join(text.splitlines(keepends=True)[-LAST_LINES:])
+
+    def end(self) -> None:
+        """Kill its process group and release its pipes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for fd in (self.requests, self.replies):
+            os.close(fd)
+        self.printed.close()
+
+
+def _error(message: dict[str, Any]) -> Exception:
+    match message["error"]:
+        case "target":
+            return TargetError(message["sentence"], message["traceback"])
+        case "device":
+            return DeviceAbsent(message["sentence"])
+        case "usage":
+            return ValueError(message["sentence"])
+    return WorkerError(f"the worker's child did not start: {message['sentence']}")
+
+
+def _spawn(printed: int, device: str) -> tuple[subprocess.Popen[bytes], int, int]:
+    """A child in a process group of its own, and the ends of its pipes: (process, requests, replies)."""
+    child_in, requests = os.pipe()
+    replies, child_out = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.child", str(child_in), str(child_out)],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=(child_in, child_out),
+            start_new_session=True,
+            env=_environment(device),
+        )
+    except OSError as e:
+        os.close(requests)
+        os.close(replies)
+        raise WorkerError(f"the worker's child did not start: {e}") from e
+    finally:
+        os.close(child_in)
+        os.close(child_out)
+    return process, requests, replies
+
+
+def _environment(device: str) -> dict[str, str]:
+    """The parent's environment and module path, one thread, and the interpreter on exactly where kernels are to run on a CPU."""
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    out = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    out.pop("TRITON_INTERPRET", None)
+    return out | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})

@@ -1,0 +1,237 @@
+"""FlashAttention in PyTorch: tiles, online softmax, and a backward pass that recomputes the probabilities.
+
+Dao, Fu, Ermon, Rudra, Re 2022, algorithms 1, 2 and 4, with what they leave out: grouped heads, values of another width,
+softcap, additive bias and its gradient, hashed dropout, and the gradient through lse. Tiles are Br x Bc, the paper's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuzz.masks import Full, Mask
+from ..fuzz.region import Region
+from ..fuzz.tensors import dropout_keep
+from . import register
+
+BR, BC = 16, 16
+"""Default tile height and width: small, so that small cases take several tiles."""
+REGION = Region(dtypes=("float32", "float16", "bfloat16", "float64"), max_head_dim=1 << 30)
+
+
+@register(dialect="native", supports=REGION, contract=f"ieee,masked_nonfinite=may_leak,kv_tile={BC},q_tile={BR}")
+def blockwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+    Br: int = BR,
+    Bc: int = BC,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v, never holding more than a Br x Bc tile of scores per head; differentiable by hand.
+
+    q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) -> o (B, Hq, Lq, Dv) and, asked for, lse (B, Hq, Lq).
+    Scores are softcap * tanh(scale q.k / softcap), plus bias, then masked. Rows with no allowed key give 0 and lse -inf.
+    """
+    B, Hq, Lq, D = q.shape
+    keep = None if mask is None or mask == Full() else mask.dense(B, Hq, Lq, k.shape[2], q.device)
+    scale = D**-0.5 if scale is None else scale
+    problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], keep, scale, softcap, dropout, dropout_seed, Br, Bc)
+    o, lse = _Blockwise.apply(q, k, v, bias, problem)
+    return (o, lse) if return_lse else o
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, mask and numbers that every tile needs; `keep` and the bias have size 1 on axes they do not depend on."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    Lq: int
+    Lk: int
+    keep: Tensor | None
+    scale: float
+    softcap: float
+    dropout: float
+    seed: int
+    Br: int
+    Bc: int
+
+    def query_tiles(self) -> Iterator[slice]:
+        """Rows of each query tile."""
+        return (slice(i, min(i + self.Br, self.Lq)) for i in range(0, self.Lq, self.Br))
+
+    def key_tiles(self) -> Iterator[slice]:
+        """Columns of each key tile."""
+        return (slice(j, min(j + self.Bc, self.Lk)) for j in range(0, self.Lk, self.Bc))
+
+    def skips(self, i: slice, j: slice) -> bool:
+        """No query of the tile may see a key of the tile."""
+        return self.keep is not None and not bool(_part(self.keep, i, j).any())
+
+    def drop(self, i: slice, j: slice, device: torch.device) -> Tensor:
+        """What dropout multiplies the tile's probabilities by: 0 or 1/(1 - dropout)."""
+        sizes = (self.B, self.Hq, i.stop - i.start, j.stop - j.start)
+        keep = dropout_keep(self.seed, *sizes, self.dropout, device, first=(0, 0, i.start, j.start))
+        return keep.double() / (1 - self.dropout)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """(B, Hq, L, n) as (B, Hkv, G L, n): the query heads of a key head under one another, so nothing is repeated."""
+        return x.reshape(self.B, self.Hkv, self.Hq // self.Hkv * x.shape[2], x.shape[3])
+
+    def ungrouped(self, x: Tensor) -> Tensor:
+        """The inverse of `grouped`."""
+        return x.view(self.B, self.Hq, x.shape[2] * self.Hkv // self.Hq, x.shape[3])
+
+
+def _part(x: Tensor, i: slice, j: slice) -> Tensor:
+    """The tile of a (B|1, Hq|1, Lq|1, Lk|1) tensor."""
+    return x[:, :, i if x.shape[2] > 1 else slice(None), j if x.shape[3] > 1 else slice(None)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype of scores and accumulators; products of two 16-bit numbers are exact in it."""
+    return x.double() if x.dtype == torch.float64 else x.float()
+
+
+class Scores(NamedTuple):
+    """A tile's final scores (masked ones -inf) and tanh(scaled / softcap), None without softcap."""
+
+    s: Tensor
+    tanh: Tensor | None
+
+
+def _scores(p: Problem, q: Tensor, k: Tensor, bias: Tensor | None, i: slice, j: slice) -> Scores:
+    """Scores of the tile from grouped queries q (B, Hkv, G Br, D) and keys k (B, Hkv, Bc, D)."""
+    s = p.ungrouped(q @ k.transpose(-1, -2)) * p.scale
+    tanh = None
+    if p.softcap:
+        tanh = torch.tanh(s / p.softcap)
+        s = p.softcap * tanh
+    if bias is not None:
+        s = s + _part(bias, i, j)
+    if p.keep is not None:
+        s = s.masked_fill(~_part(p.keep, i, j), -math.inf)
+    return Scores(s, tanh)
+
+
+def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o, lse): for each query tile, one pass over the key tiles with a running maximum m and sum l (algorithm 2)."""
+    o = q.new_empty(p.B, p.Hq, p.Lq, v.shape[3])
+    wq, wk, wv, wbias = _wide(q), _wide(k), _wide(v), None if bias is None else _wide(bias)
+    lse = wq.new_empty(p.B, p.Hq, p.Lq)
+    for i in p.query_tiles():
+        qi = p.grouped(wq[:, :, i])
+        m = wq.new_full((p.B, p.Hq, i.stop - i.start, 1), -math.inf)
+        l = torch.zeros_like(m)
+        acc = torch.zeros_like(m).expand(-1, -1, -1, v.shape[3])
+        for j in p.key_tiles():
+            if p.skips(i, j):
+                continue
+            s = _scores(p, qi, wk[:, :, j], wbias, i, j).s
+            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+            m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)  # exp(-inf - -inf) is nan
+            prob = torch.exp(s - m_safe)
+            decay = torch.exp(m - m_safe)
+            l = l * decay + prob.sum(-1, keepdim=True)
+            if p.dropout:
+                prob = prob * p.drop(i, j, q.device).to(prob.dtype)
+            acc = acc * decay + p.ungrouped(p.grouped(_wide(prob.to(q.dtype))) @ wv[:, :, j])
+            m = m_new
+        o[:, :, i] = acc / l.masked_fill(l == 0, 1.0)
+        lse[:, :, i] = (m + torch.log(l)).squeeze(-1)
+    return o, lse
+
+
+class Rows(NamedTuple):
+    """What the backward pass keeps of a query tile: grouped q and do, and per row lse (0 in dead rows) and delta."""
+
+    i: slice
+    q: Tensor
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+def _rows(p: Problem, q: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> list[Rows]:
+    """Every query tile; delta = rowsum(do * o) - dlse, since d lse / d s is p."""
+    wq, wdo = _wide(q), _wide(do)
+    delta = (wdo * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.unsqueeze(-1)
+    safe = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
+    return [Rows(i, p.grouped(wq[:, :, i]), p.grouped(wdo[:, :, i]), safe[:, :, i], delta[:, :, i]) for i in p.query_tiles()]
+
+
+def backward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dbias): for each key tile, one pass over the query tiles (algorithm 4); accumulators stay wide."""
+    wk, wv, wbias = _wide(k), _wide(v), None if bias is None else _wide(bias)
+    rows = _rows(p, q, o, lse, do, dlse)
+    dq = [torch.zeros_like(r.q) for r in rows]
+    dk, dv = torch.empty_like(k, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format)
+    dbias = None if wbias is None else torch.zeros_like(wbias, memory_format=torch.contiguous_format)
+    for j in p.key_tiles():
+        kj, vj = wk[:, :, j], wv[:, :, j]
+        dkj, dvj = torch.zeros_like(kj), torch.zeros_like(vj)
+        for n, r in enumerate(rows):
+            if p.skips(r.i, j):
+                continue
+            s, tanh = _scores(p, r.q, kj, wbias, r.i, j)
+            prob = torch.exp(s - r.lse)
+            dprob = p.ungrouped(r.do @ vj.transpose(-1, -2))
+            dropped = prob
+            if p.dropout:
+                drop = p.drop(r.i, j, q.device).to(prob.dtype)
+                dropped, dprob = prob * drop, dprob * drop
+            dvj += p.grouped(_wide(dropped.to(q.dtype))).transpose(-1, -2) @ r.do
+            ds = prob * (dprob - r.delta)
+            if dbias is not None:
+                _part(dbias, r.i, j).add_(ds.sum_to_size(_part(dbias, r.i, j).shape))
+            if tanh is not None:
+                ds = ds * (1 - tanh * tanh)
+            ds = p.grouped(_wide(ds.to(q.dtype)))
+            dq[n] += ds @ kj
+            dkj += ds.transpose(-1, -2) @ r.q
+        dk[:, :, j], dv[:, :, j] = dkj * p.scale, dvj
+    return _join(p, q, dq), dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
+
+
+def _join(p: Problem, q: Tensor, tiles: list[Tensor]) -> Tensor:
+    """dq from the grouped accumulators of its query tiles."""
+    if not tiles:
+        return torch.zeros_like(q)
+    return (torch.cat([p.ungrouped(t) for t in tiles], 2) * p.scale).to(q.dtype)
+
+
+class _Blockwise(torch.autograd.Function):
+    """Ties `forward` and `backward` to autograd; outputs o and lse are both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+        o, lse = forward(problem, q, k, v, bias)
+        ctx.save_for_backward(q, k, v, bias, o, lse)
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, o, lse = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        grads = backward(ctx.problem, q, k, v, bias, o, lse, do, dlse)
+        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None

@@ -1,0 +1,200 @@
+"""FlashAttention in Triton, forward and backward: the same source interpreted on a CPU and compiled on a GPU.
+
+This module holds the host side: which band or dense mask a Mask becomes, tile sizes, launches, autograd. The kernels are in
+triton_forward and triton_backward, imported at the first call, so that listing implementations does not import triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fuzz.masks import Causal, Full, Mask, Window
+from ..fuzz.region import Region
+from . import register
+
+OPEN = 1 << 30
+"""A band edge beyond every key: sums with an index stay below 2**31."""
+
+GRID_LIMIT = 65535
+"""What CUDA allows on the second and third axis of a grid: heads and batches."""
+
+
+@register(
+    dialect="native", supports=Region(dropout=False), contract="ieee,masked_nonfinite=may_leak,kv_tile=16,q_tile=16", triton=True
+)
+def triton_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v by Triton kernels, differentiable in q, k, v and the bias, through o and lse.
+
+    q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) in any strides -> o (B, Hq, Lq, Dv) and, asked for, lse (B, Hq, Lq).
+    Causal masks and windows are applied by index, every other mask as a dense boolean tensor. Rows with no allowed key give
+    0 and lse -inf. Raises NotImplementedError for dropout, dtypes other than float32, float16, bfloat16, and D or Dv above 256.
+    """
+    if dropout:
+        raise NotImplementedError(f"triton_flash must be called without dropout, got dropout={dropout}")
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"triton_flash must get float32, float16 or bfloat16, got dtype={q.dtype}")
+    if max(q.shape[3], v.shape[3]) > 256:
+        raise NotImplementedError(f"triton_flash must get head dims up to 256, got D={q.shape[3]}, Dv={v.shape[3]}")
+    if max(q.shape[0], q.shape[1]) > GRID_LIMIT:
+        raise NotImplementedError(f"triton_flash must get at most {GRID_LIMIT} batches and heads, got q of shape {tuple(q.shape)}")
+    problem = Problem.of(q, k, mask, q.shape[3] ** -0.5 if scale is None else scale, softcap)
+    o, lse = _TritonFlash.apply(q, k, v, bias, problem)
+    return (o, lse) if return_lse else o
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is not a differentiable tensor: the band low <= j - i <= high, the dense mask, and two numbers."""
+
+    low: int
+    high: int
+    mask: Tensor | None
+    scale: float
+    softcap: float
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, mask: Mask | None, scale: float, softcap: float) -> Problem:
+        """A causal mask or window as a band; any other mask dense, one byte a pair, with size 1 where it is the same."""
+        B, Hq, Lq, _ = q.shape
+        match mask:
+            case None | Full():
+                return cls(-OPEN, OPEN, None, scale, softcap)
+            case Causal(align):
+                return cls(-OPEN, _diagonal(align, q, k), None, scale, softcap)
+            case Window(left, right, align):
+                diagonal = _diagonal(align, q, k)
+                low, high = -OPEN if left < 0 else diagonal - left, OPEN if right < 0 else diagonal + right
+                return cls(low, high, None, scale, softcap)
+        return cls(-OPEN, OPEN, mask.dense(B, Hq, Lq, k.shape[2], q.device).view(torch.uint8), scale, softcap)
+
+    @property
+    def has_band(self) -> bool:
+        """Some pair may lie outside the band."""
+        return self.low > -OPEN or self.high < OPEN
+
+
+def _diagonal(align: str, q: Tensor, k: Tensor) -> int:
+    return k.shape[2] - q.shape[2] if align == "bottom_right" else 0
+
+
+def _strides(x: Tensor | None) -> tuple[int, int, int, int]:
+    """The four strides with 0 on axes of size 1, so that a kernel may index them at full size."""
+    if x is None:
+        return 0, 0, 0, 0
+    b, h, i, j = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return b, h, i, j
+
+
+def _power_of_2(n: int, low: int, high: int) -> int:
+    """The smallest power of two that holds n, in [low, high]."""
+    return min(high, max(low, 1 << (n - 1).bit_length()))
+
+
+def tiles(q: Tensor, Lk: int, Dv: int) -> dict[str, int]:
+    """BLOCK_M, BLOCK_N (queries, keys) and the padded widths, a function of the shapes and dtype alone.
+
+    The largest tile keeps two stages of k and v, q and do, in the 99 KB of shared memory of consumer GPUs.
+    """
+    width = max(_power_of_2(q.shape[3], 16, 256), _power_of_2(Dv, 16, 256))
+    largest = max(16, min(64, 64 * 128 // (width * (q.element_size() // 2))))
+    return {
+        "BLOCK_M": _power_of_2(max(q.shape[2], 1), 16, largest),
+        "BLOCK_N": _power_of_2(max(Lk, 1), 16, largest),
+        "BLOCK_D": _power_of_2(q.shape[3], 16, 256),
+        "BLOCK_DV": _power_of_2(Dv, 16, 256),
+    }
+
+
+def _flags(problem: Problem, bias: Tensor | None) -> dict[str, bool]:
+    return {
+        "HAS_BAND": problem.has_band,
+        "HAS_MASK": problem.mask is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+    }
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o, lse), both contiguous."""
+    from .triton_forward import forward_kernel
+
+    (B, Hq, Lq, D), (Hkv, Lk), Dv = q.shape, k.shape[1:3], v.shape[3]
+    o = q.new_empty(B, Hq, Lq, Dv)
+    lse = q.new_empty(B, Hq, Lq, dtype=torch.float32)
+    size = tiles(q, Lk, Dv)
+    q_tiles = -(-Lq // size["BLOCK_M"])
+    if lse.numel():
+        forward_kernel[(q_tiles, Hq, B)](
+            q, q.stride(), k, k.stride(), v, v.stride(), o, lse, problem.mask, _strides(problem.mask), bias, _strides(bias),
+            problem.scale, problem.softcap, problem.low, problem.high, Hq, Hq // Hkv, Lq, Lk, D, Dv,
+            **size, **_flags(problem, bias), num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dbias), contiguous; a broadcast bias is summed in float32, then rounded once."""
+    from .triton_backward import dkdv_kernel, dq_kernel
+
+    (B, Hq, Lq, D), (Hkv, Lk), Dv = q.shape, k.shape[1:3], v.shape[3]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    broadcast = bias is not None and bias.shape != (B, Hq, Lq, Lk)
+    dbias = bias.new_zeros(bias.shape, dtype=torch.float32 if broadcast else bias.dtype) if bias is not None and bias_grad else None
+    size, flags = tiles(q, Lk, Dv), _flags(problem, bias)
+    q_tiles, k_tiles = -(-Lq // size["BLOCK_M"]), -(-Lk // size["BLOCK_N"])
+    mask = (problem.mask, _strides(problem.mask), bias, _strides(bias))
+    numbers = (problem.scale, problem.softcap, problem.low, problem.high)
+    if lse.numel():
+        dq_kernel[(q_tiles, Hq, B)](
+            q, q.stride(), k, k.stride(), v, v.stride(), o, do, do.stride(), lse, dlse, delta, dq, *mask, dbias, _strides(dbias),
+            *numbers, Hq, Hq // Hkv, Lq, Lk, D, Dv, **size, **flags,
+            HAS_DLSE=dlse is not None, HAS_DBIAS=dbias is not None, BROADCAST_BIAS=broadcast, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    if dk.numel():
+        dkdv_kernel[(k_tiles, Hkv, B)](
+            q, q.stride(), k, k.stride(), v, v.stride(), do, do.stride(), lse, delta, dk, dv, *mask,
+            *numbers, Hkv, Hq // Hkv, Lq, Lk, D, Dv, **size, **flags, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return dq, dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
+
+
+class _TritonFlash(torch.autograd.Function):
+    """Ties `forward` and `backward` to autograd; outputs o and lse are both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device_of(q):
+            o, lse = forward(problem, q, k, v, bias)
+        ctx.save_for_backward(q, k, v, bias, o, lse)
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, o, lse = ctx.saved_tensors
+        do = o.new_zeros(()).expand(o.shape) if do is None else do
+        dlse = None if dlse is None else dlse.contiguous()
+        with torch.cuda.device_of(q):
+            grads = backward(ctx.problem, q, k, v, bias, o, lse, do, dlse, ctx.needs_input_grad[3])
+        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None

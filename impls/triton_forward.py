@@ -1,0 +1,72 @@
+"""The forward Triton kernel of `triton_flash`: one program per query tile, an online softmax over the key tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_scores import final_scores
+
+
+@triton.jit
+def forward_kernel(
+    Q, q_strides, K, k_strides, V, v_strides, O, LSE, MASK, mask_strides, BIAS, bias_strides,
+    scale, softcap, band_low, band_high, Hq, G, Lq, Lk, D, Dv,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Writes the query tile's rows of O (contiguous) and of LSE (natural logarithm, float32, contiguous)."""
+    # 1. Which tile. Offsets are 64-bit wherever a long sequence or a large batch could pass 2**31 elements.
+    m0 = tl.program_id(0) * BLOCK_M
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    hk = h // G
+    i, d, dv = m0 + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    in_i, in_d, in_dv = (i < Lq)[:, None], d < D, (dv < Dv)[None, :]
+    at_i = i.to(tl.int64)[:, None]
+    q_at = Q + b * q_strides[0] + h * q_strides[1] + at_i * q_strides[2] + d[None, :] * q_strides[3]
+    q = tl.load(q_at, mask=in_i & in_d[None, :], other=0.0)
+
+    # 2. Key tiles that the band leaves: k is read transposed.
+    start, end = 0, Lk
+    if HAS_BAND:
+        start = tl.maximum(m0 + band_low, 0) // BLOCK_N * BLOCK_N
+        end = tl.minimum(m0 + BLOCK_M + band_high, Lk)
+    j = start + tl.arange(0, BLOCK_N)
+    at_j = j.to(tl.int64)
+    k_at = K + b * k_strides[0] + hk * k_strides[1] + d[:, None] * k_strides[3] + at_j[None, :] * k_strides[2]
+    v_at = V + b * v_strides[0] + hk * v_strides[1] + at_j[:, None] * v_strides[2] + dv[None, :] * v_strides[3]
+    if HAS_MASK:
+        MASK += b * mask_strides[0] + h * mask_strides[1]
+    if HAS_BIAS:
+        BIAS += b * bias_strides[0] + h * bias_strides[1]
+
+    # 3. Online softmax: running maximum m and sum l. Scores stay natural: finfo.min * log2(e) would be -inf.
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    for _ in tl.range(start, end, BLOCK_N):
+        in_j = j < Lk
+        k = tl.load(k_at, mask=in_d[:, None] & in_j[None, :], other=0.0)
+        v = tl.load(v_at, mask=in_j[:, None] & in_dv, other=0.0)
+        qk = tl.dot(q, k, input_precision="ieee")
+        s, _t = final_scores(
+            qk, i[:, None], j[None, :], in_i, in_j[None, :], scale, softcap, band_low, band_high,
+            MASK, mask_strides, BIAS, bias_strides, HAS_BAND, HAS_MASK, HAS_BIAS, HAS_SOFTCAP,
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp(-inf - -inf) is nan
+        p = tl.exp(s - m_safe[:, None])
+        decay = tl.exp(m - m_safe)
+        l = l * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        m = m_new
+        j += BLOCK_N
+        k_at += BLOCK_N * k_strides[2]
+        v_at += BLOCK_N * v_strides[2]
+
+    # 4. Rows with no allowed key have l = 0: they give 0 and -inf.
+    l = tl.where(l == 0.0, 1.0, l)
+    acc = acc / l[:, None]
+    first = (b * Hq + h) * Lq
+    tl.store(O + (first + at_i) * Dv + dv[None, :], acc.to(O.dtype.element_ty), mask=in_i & in_dv)
+    tl.store(LSE + first + i, m + tl.log(l), mask=i < Lq)

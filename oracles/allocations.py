@@ -1,0 +1,104 @@
+"""Guarded allocations: memory that a target asks torch for gets poisoned margins and, if not filled by torch, poisoned contents.
+
+Only torch's factory functions are covered (empty, empty_like, new_empty, empty_strided, zeros, ones, full and their kin); results
+of native operators are allocated inside torch and stay uncovered. Poison is 0xFF in every byte: NaN in each floating dtype, -1 in
+integers. A tensor that is read before it is written shows as NaN; a kernel that writes past its end changes a margin.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .finding import Finding
+
+TORCH = str(Path(torch.__file__).parent)
+MARGIN = 4096
+"""Bytes on each side: a row of 256 float64 twice over, and a multiple of every alignment that kernels ask for (512 on CUDA)."""
+POISON = 0xFF
+
+_aten = torch.ops.aten
+UNFILLED = frozenset({
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+})  # fmt: skip
+FILLED = frozenset({
+    _aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.ones.default, _aten.ones_like.default,
+    _aten.new_ones.default, _aten.full.default, _aten.full_like.default, _aten.new_full.default,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One guarded allocation: its bytes with margins, what it is, and where the target made it."""
+
+    raw: Tensor
+    what: str
+    where: str
+
+    def overwritten(self) -> str:
+        """Which margin was written, in words; empty when both are as they were."""
+        before, after = self.raw[:MARGIN] != POISON, self.raw[-MARGIN:] != POISON
+        if bool(before.any()):
+            return f"{MARGIN - int(before.nonzero()[0])} bytes before its start"
+        return f"{int(after.nonzero()[0])} bytes after its end" if bool(after.any()) else ""
+
+
+class GuardedAllocations(TorchDispatchMode):
+    """While it is active every factory call gives a tensor inside poisoned margins; `findings` looks at the margins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Allocation] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch wraps each dispatch in dynamo.disable: two seconds of imports, then a cost on every operator
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch.compile runs a compiled target eagerly while a mode is active, and we would test something else
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in UNFILLED or func in FILLED:
+            return self._guarded(result, func)
+        return result
+
+    def _guarded(self, plain: Tensor, func: Any) -> Tensor:
+        if type(plain) is not Tensor or plain.layout != torch.strided or plain.device.type == "meta" or plain.is_quantized:
+            return plain
+        nbytes = plain.untyped_storage().nbytes()
+        raw = torch.empty(nbytes + 2 * MARGIN, dtype=torch.uint8, device=plain.device).fill_(POISON)
+        inner = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        inner.set_(raw.untyped_storage(), MARGIN // plain.element_size(), plain.shape, plain.stride())
+        if func in FILLED or plain.dtype == torch.bool:  # a bool of 255 is no bool
+            inner.copy_(plain)
+        what = f"{tuple(plain.shape)} {str(plain.dtype).removeprefix('torch.')} by {func.overloadpacket.__name__}"
+        self.made.append(Allocation(raw, what, _caller()))
+        return inner
+
+    def findings(self) -> list[Finding]:
+        """One finding for each place in the target whose allocation was written outside its bounds."""
+        out = {}
+        for allocation in self.made:
+            where = allocation.overwritten()
+            if where and allocation.where not in out:
+                message = f"memory was written {where}: {allocation.what} made at {allocation.where}"
+                out[allocation.where] = Finding("guard", "workspace", message)
+        return list(out.values())
+
+
+def _caller() -> str:
+    """file:line of the innermost frame that is neither torch's nor this file's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown place"
