@@ -87,7 +87,7 @@ def draw(
     tensors = [s.normal(B, Hq, Lq, D), s.normal(B, Hkv, Lk, D), s.normal(B, Hkv, Lk, Dv), s.normal(B, Hq, Lq, Dv)]
     limit = 6.0e4 if dtype == "float16" else 1e6
     q, k, v, do = (x.clamp(-limit, limit).to(DTYPES[dtype]) for x in shaped(s, data, dtype, *tensors))
-    scale = s.choice([D**-0.5, D**-0.5, D**-0.5, 1.0 / D, 0.37])
+    scale = s.choice([1 / math.sqrt(D), 1 / math.sqrt(D), 1 / math.sqrt(D), 1.0 / D, 0.37])
     drawn_kind = s.choice(KINDS)
     return _masked(s, Problem(q, k, v, do, scale=scale), Drawn(Problem(q, k, v), dtype, data, kind or drawn_kind, seed))
 
@@ -120,6 +120,15 @@ def shaped(s: Source, data: str, dtype: str, q: Tensor, k: Tensor, v: Tensor, do
             at_k = torch.randint(0, D, (B, Hkv, Lk), generator=s.generator)
             k = torch.nn.functional.one_hot(at_k, D).double() * (12.0 * math.sqrt(D))
             q = torch.nn.functional.one_hot(torch.randint(0, D, (B, Hq, Lq), generator=s.generator), D).double() * 3
+        case _:
+            return _shaped_values(s, data, dtype, q, k, v, do)
+    return q, k, v, do
+
+
+def _shaped_values(s: Source, data: str, dtype: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """The regimes that are about v and do, or about both sides."""
+    (B, Hkv, Lk, D), (_, Hq, Lq, _) = k.shape, q.shape
+    match data:
         case "denormal":
             e = 3e-6 if dtype == "float16" else 1e-39
             v, do = v * e, do * s.choice([1.0, e])
@@ -169,8 +178,11 @@ EXTRAS = ("dlse", "dropout", "fill_min", "fill_-1e4", "scale", "softcap", "broad
 
 
 def with_extras(drawn: Drawn) -> Drawn:
-    """The same problem with features on top, chosen by its seed: gradient through lse, dropout, additive masks of finite
-    values, other scales, a small softcap, a broadcast bias, rows whose scores are shifted by up to 1e6."""
+    """The same problem with features on top, chosen by its seed.
+
+    Gradient through lse, dropout, additive masks of finite values, other scales, a small softcap, a broadcast bias, rows
+    whose scores are larger by up to 1e3.
+    """
     s = Source(drawn.seed + (1 << 40))
     chosen = tuple(e for e in EXTRAS if s.integer(0, 4) == 0)
     for extra in chosen:

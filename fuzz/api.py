@@ -1,12 +1,12 @@
 """What a user's own tests import: `cases` draws cases, `check` holds a callable to one, `Refuse` declines one.
 
-    from hypothesis import given, settings
-    from flashproof import cases, check
+from hypothesis import given, settings
+from flashproof import cases, check
 
-    @settings(deadline=None)
-    @given(cases(dtypes=["bfloat16"], max_len=300))
-    def test_my_kernel(case):
-        check(my_attention, case)
+@settings(deadline=None)
+@given(cases(dtypes=["bfloat16"], max_len=300))
+def test_my_kernel(case):
+    check(my_attention, case)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -78,6 +78,9 @@ class Case:
             value = getattr(self, name)
             if not ok(self, value):
                 raise ValueError(f"case field {name} must {rule}, got {name}={value!r}")
+        for name in ("scale", "softcap", "dropout"):  # equal cases have equal keys: no -0.0, and 30 is 30.0
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value) + 0.0)
 
     @property
     def G(self) -> int:
@@ -131,7 +134,7 @@ def _whole(low: int) -> Any:
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _one_of(names: tuple[str, ...]) -> tuple[str, Any]:
@@ -174,12 +177,14 @@ def case_from_json(data: object) -> Case:
     if isinstance(data, str):
         try:
             data = json.loads(data)
-        except json.JSONDecodeError as e:
+        except (json.JSONDecodeError, RecursionError) as e:
             raise ValueError(f"case must be JSON: {e}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"case must be a JSON object, got {type(data).__name__}")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"case schema must be {SCHEMA} for this version of flashproof, got schema={data.get('schema')!r}")
+        raise ValueError(
+            f"case schema must be {SCHEMA} for this version of flashproof, got schema={data.get('schema')!r}"
+        )
     known = {f.name for f in fields(Case)}
     for name in data:
         if name not in known and name != "schema":
@@ -188,5 +193,3 @@ def case_from_json(data: object) -> Case:
     if "mask" in values:
         values["mask"] = mask_from_json(values["mask"])
     return Case(**values)
-
-

@@ -1,34 +1,88 @@
-"""The child process of a worker: it loads a target and runs the cases it is sent. `python -m flashproof.fuzz.child IN OUT`.
+"""What runs in the process of a worker: the nursery that forks children, and a child that loads a target and runs cases.
 
-IN and OUT are pipe descriptors that only this module uses; standard output and error are files of the parent's, so that whatever the
-target prints can be told apart and cannot garble a message.
+`python -m flashproof.fuzz.child SOCKET` is the nursery (nursery.py is its other side). A child has two pipes that only this module
+uses; its standard output and error are a file of the parent's, so that whatever the target prints can be told apart and cannot
+garble a message.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from . import wire
+from .case import case_from_json
+from .execute import Execution, Runner
+from .nursery import ORDER, REPLY, STILL_ALIVE
 
 LOG_KEPT = 1 << 20
 """Bytes of printed text after which the file is emptied."""
 PRINTED_SHOWN = 2000
+ENDING_SECONDS = 5.0
+"""How long a child may take to end after it closed its pipe."""
 
 
 def main() -> None:
-    """Say hello, load the target that the first message names, then answer messages until the parent goes."""
-    requests, replies = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(requests, False)
-    os.set_inheritable(replies, False)
-    threading.Thread(target=_leave_with_parent, args=(requests,), daemon=True).start()
-    wire.send(replies, {"hello": os.getpid()})
+    """Fork a child or tell how one ended, whenever the parent asks, until it goes."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported now is shared with every child
+    control.sendall(REPLY.pack(os.getpid()))
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, ORDER.size, 3)
+        if len(data) < ORDER.size:
+            return
+        order, pid = ORDER.unpack(data)
+        control.sendall(REPLY.pack(_fork(control, fds) if order == b"fork" else _wait(pid)))
+
+
+def _fork(control: socket.socket, fds: list[int]) -> int:
+    """The new child's process id; never returns in the child."""
+    pid = os.fork()
+    if pid:
+        for fd in fds:
+            os.close(fd)
+        return pid
     try:
+        control.close()
+        _serve(*fds)
+    except BaseException:  # noqa: BLE001 (a forked process must not return into its parent's frames)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _wait(pid: int) -> int:
+    """The exit code of a child, negative for a signal; STILL_ALIVE when it does not end."""
+    until = time.monotonic() + ENDING_SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return STILL_ALIVE
+
+
+def _serve(requests: int, replies: int, printed: int) -> None:
+    """Say hello, load the target that the first message names, then answer messages until the parent goes."""
+    os.setsid()
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.close(printed)
+    threading.Thread(target=_leave_with_parent, args=(requests,), daemon=True).start()
+    try:
+        wire.send(replies, {"hello": os.getpid()})
         runner = _start(requests, replies)
         while runner is not None:
             _answer(runner, requests, replies)
@@ -44,49 +98,44 @@ def _leave_with_parent(requests: int) -> None:
     os._exit(0)
 
 
-def _start(requests: int, replies: int) -> Any:
+def _start(requests: int, replies: int) -> Runner | None:
     """The runner that the parent asks for; None after telling why there is none."""
     message, _ = wire.receive(requests)
-    from ..impls.loading import TargetError
-
     try:
-        import torch
-
-        from .execute import DeviceAbsent, Runner
-    except Exception as e:
-        wire.send(replies, {"error": "infrastructure", "sentence": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()})
-        return None
-    torch.set_num_threads(1)
-    try:
-        runner = Runner(**message["runner"], printed=Printed(sys.stdout.fileno()))
-    except (TargetError, DeviceAbsent, ValueError) as e:
-        kind = {TargetError: "target", DeviceAbsent: "device"}.get(type(e), "usage")
-        wire.send(replies, {"error": kind, "sentence": str(e), "traceback": getattr(e, "traceback", "")})
+        runner = Runner(**message["runner"], printed=Printed(1))
+    except Exception as e:  # noqa: BLE001 (whatever it is, the parent must hear of it)
+        shown = getattr(e, "traceback", "") if _kind(e) == "target" else traceback.format_exc()
+        wire.send(replies, {"error": _kind(e), "sentence": str(e) or type(e).__name__, "traceback": shown})
         return None
     wire.send(replies, {"info": runner.info, "rss": resident_bytes()})
     return runner
 
 
-def _answer(runner: Any, requests: int, replies: int) -> None:
+def _kind(error: Exception) -> str:
+    """Whose fault it is that there is no runner: the target's, the command line's, or this installation's."""
+    names = {"TargetError": "target", "DeviceAbsent": "device", "ValueError": "usage"}
+    return names.get(type(error).__name__, "infrastructure")
+
+
+def _answer(runner: Runner, requests: int, replies: int) -> None:
     message, _ = wire.receive(requests)
     operation: Callable[..., None] = {"run": _run, "probe": _probe}[message.pop("op")]
     operation(runner, replies, message)
 
 
-def _run(runner: Any, replies: int, message: dict[str, Any]) -> None:
+def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
     """Run a case. An error of the harness itself is told as such, never as one of the target."""
-    from .case import case_from_json
-    from .execute import Execution
-
     try:
         out = runner.run(case_from_json(message["case"]), exact=message["exact"], repeat=message["repeat"])
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 (as above)
         out = Execution("infrastructure", message=f"{type(e).__name__}: {e}", traceback=traceback.format_exc())
-    tensors = {f"outputs.{n}": x for n, x in out.outputs.items()} | {f"exact.{n}": x for n, x in (out.exact or {}).items()}
+    tensors = {f"outputs.{n}": x for n, x in out.outputs.items()} | {
+        f"exact.{n}": x for n, x in (out.exact or {}).items()
+    }
     wire.send(replies, out.to_json() | {"exact": out.exact is not None, "rss": resident_bytes()}, tensors)
 
 
-def _probe(runner: Any, replies: int, message: dict[str, Any]) -> None:
+def _probe(runner: Runner, replies: int, _: dict[str, Any]) -> None:
     rows, findings = runner.probe()
     wire.send(replies, {"rows": rows, "findings": [f.to_json() for f in findings]})
 

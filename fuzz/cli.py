@@ -10,19 +10,21 @@ from pathlib import Path
 
 import click
 
-from .hunting import Budget, hunted
 from .case import Case
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, load
 from .dialects import Binding, Inexpressible
+from .hunting import Budget, hunted, rerun
 from .judge import Verdict
 from .listing import TABLES, table
 from .masks import Causal
-from .outcome import FailedCase, Outcome, write_json
+from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
 from .repro import script
 from .session import Session, header, opened
+from .words import sentence
 
 DEFAULT_SECONDS = 60.0
+SMOKE = 5
 
 
 @flashproof.command()
@@ -44,7 +46,8 @@ def inspect(target: str, options: Options, json_file: Path | None) -> Exit:
         _say(f"  {name:18} {seen}" for name, seen in rows.items())
         click.echo("\ncases")
         for case in smoke(session):
-            _judged(session, outcome, case)
+            if outcome.accepted + outcome.refused + outcome.lost < SMOKE:
+                _told(outcome, session.judge.check(case, thorough=True))
         if ignored:
             outcome.failures.append(FailedCase(Case(), tuple(ignored)))
             _say([f"FAIL {finding}" for finding in ignored])
@@ -54,8 +57,8 @@ def inspect(target: str, options: Options, json_file: Path | None) -> Exit:
     return outcome.code
 
 
-def smoke(session: Session, count: int = 5) -> list[Case]:
-    """Five small cases inside the target's region, each with something more in it than the one before."""
+def smoke(session: Session) -> list[Case]:
+    """Small cases inside the target's region, each with something more in it; SMOKE of those that it can be told are run."""
     region = session.region
     D = region.head_dims[0] if region.head_dims else min(16, region.max_head_dim)
     L = max(16, region.min_len)
@@ -72,41 +75,51 @@ def smoke(session: Session, count: int = 5) -> list[Case]:
         base.but(seed=1),
         base.but(seed=2),
     )
-    return [c for c in tries if not region.refuses(c)][:count]
+    return [c for c in tries if not region.refuses(c)]
 
 
-def _judged(session: Session, outcome: Outcome, case: Case) -> Verdict:
-    """Run a case, count it, print a line."""
-    verdict = session.judge.check(case, thorough=True)
+def _told(outcome: Outcome, verdict: Verdict, path: Path | None = None) -> None:
+    """Count a verdict and print its lines."""
     outcome.count(verdict)
     if verdict.failures:
-        outcome.failures.append(FailedCase(case, verdict.failures))
+        outcome.failures.append(FailedCase(verdict.case, verdict.failures, path))
     said = verdict.execution.message if verdict.execution and verdict.status not in ("pass", "fail") else ""
-    click.echo(f"  {WORDS[verdict.status]:14} {said or described(case)}")
+    click.echo(f"  {WORDS[verdict.status]:14} {said or sentence(verdict.case)}")
     _say(f"    {f}" for f in verdict.findings)
-    return verdict
 
 
-WORDS = {"pass": "pass", "fail": "FAIL", "refused": "refused", "inexpressible": "inexpressible", "infrastructure": "LOST"}
-
-
-def described(case: Case) -> str:
-    """A case on one line: sizes, then what differs from the simplest case."""
-    plain = {k: v for k, v in case.to_json().items() if k not in ("schema", "B", "Hq", "Hkv", "Lq", "Lk", "D", "Dv", "dtype", "mask")}
-    mask = f", mask {case.mask}" if case != case.but(mask=Case().mask) else ""
-    rest = "".join(f", {k}={v}" for k, v in plain.items() if k != "seed" or v)
-    return f"{case.dtype} B={case.B} H={case.Hq}/{case.Hkv} L={case.Lq}x{case.Lk} D={case.D}/{case.Dv}{mask}{rest}"
+WORDS = {
+    "pass": "pass",
+    "fail": "FAIL",
+    "refused": "refused",
+    "inexpressible": "inexpressible",
+    "infrastructure": "LOST",
+}
 
 
 @flashproof.command()
 @click.argument("target")
 @takes_options
 @click.option("--examples", type=COUNT, default=None, metavar="N", help="Cases to run.")
-@click.option("--seconds", type=Seconds(), default=None, metavar="S", help=f"Time to run (default {DEFAULT_SECONDS:g} without --examples).")
+@click.option(
+    "--seconds",
+    type=Seconds(),
+    default=None,
+    metavar="S",
+    help=f"Time to run (default {DEFAULT_SECONDS:g} without --examples).",
+)
 @SEED
 @SAVE
 @JSON
-def fuzz(target: str, options: Options, examples: int | None, seconds: float | None, seed: int, save: Path, json_file: Path | None) -> Exit:
+def fuzz(
+    target: str,
+    options: Options,
+    examples: int | None,
+    seconds: float | None,
+    seed: int,
+    save: Path,
+    json_file: Path | None,
+) -> Exit:
     """Hunt for cases that TARGET gets wrong; print the smallest of each kind and the line that replays it.
 
     Example: flashproof fuzz path/to/file.py:my_attention --seconds 60
@@ -116,14 +129,16 @@ def fuzz(target: str, options: Options, examples: int | None, seconds: float | N
     with opened(target, options) as session:
         _say(header(session))
         outcome = hunted(session, Budget(examples, seconds, seed), save)
-        write_json(json_file, [outcome])
-        click.echo(closing(outcome))
+    write_json(json_file, [outcome])
+    _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
     return outcome.code
 
 
 @flashproof.command()
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--target", default="", metavar="TARGET", help="Run the cases on this target instead of the one that failed.")
+@click.option(
+    "--target", default="", metavar="TARGET", help="Run the cases on this target instead of the one that failed."
+)
 @takes_options
 @JSON
 def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Path | None) -> Exit:
@@ -133,18 +148,30 @@ def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Pa
     """
     outcomes = []
     for (name, how), group in groupby(_records(paths, target, options), key=lambda r: r[:2]):
-        outcome = Outcome(name)
-        started = time.monotonic()
-        with opened(name, how) as session:
-            outcome.session = session
-            _say(header(session))
-            for _, _, path, record in group:
-                _replayed(session, outcome, path, record)
-        outcome.seconds = time.monotonic() - started
-        outcomes.append(outcome)
-        click.echo(f"{_counts(outcome)}\n")
+        outcomes.append(_replayed(name, how, [r[2:] for r in group]))
+        click.echo(f"{_counts(outcomes[-1])}\n")
+        if outcomes[-1].interrupted:
+            break
     write_json(json_file, outcomes)
     return worst(o.code for o in outcomes)
+
+
+def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]]) -> Outcome:
+    """Run saved cases on one target, a line each; Ctrl-C ends it with what was seen so far."""
+    outcome, started = Outcome(target), time.monotonic()
+    with opened(target, options) as session:
+        outcome.session = session
+        _say(header(session))
+        try:
+            for path, record in saved:
+                click.echo(str(path))
+                _told(outcome, rerun(session, record), path)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+            outcome.problems.append(f"interrupted after {outcome.cases} of {len(saved)} cases")
+            click.echo(outcome.problems[-1], err=True)
+    outcome.seconds = time.monotonic() - started
+    return outcome
 
 
 def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple[str, Options, Path, Record]]:
@@ -152,7 +179,11 @@ def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple
     found = []
     for path in [f for p in paths for f in _files(p)]:
         record = read(path)
-        own = options.over("", record.device, "") if target else options.over(record.dialect, record.device, record.contract)
+        own = (
+            options.over("", record.device, "")
+            if target
+            else options.over(record.dialect, record.device, record.contract)
+        )
         found.append((target or record.target, own, path, record))
     return sorted(found, key=lambda r: (r[0], repr(r[1])))
 
@@ -172,21 +203,17 @@ def read(path: Path) -> Record:
         raise Stop(str(e)) from None
 
 
-def _replayed(session: Session, outcome: Outcome, path: Path, record: Record) -> None:
-    """Run the cases that came before in a fresh process, then the case."""
-    click.echo(str(path))
-    if record.preceding:
-        session.judge.restart()
-        for case in record.preceding:
-            session.runner.run(case)
-    before = len(outcome.failures)
-    _judged(session, outcome, record.case)
-    outcome.failures[before:] = [replace(f, path=path) for f in outcome.failures[before:]]
-
-
 def _counts(outcome: Outcome) -> str:
-    parts = [f"{outcome.cases} cases", f"{len(outcome.failures)} wrong", f"{outcome.accepted - len(outcome.failures)} right"]
-    parts += [f"{n} {word}" for n, word in ((outcome.refused, "refused"), (outcome.inexpressible, "inexpressible"), (outcome.lost, "lost")) if n]
+    parts = [
+        f"{outcome.cases} cases",
+        f"{len(outcome.failures)} wrong",
+        f"{outcome.accepted - len(outcome.failures)} right",
+    ]
+    parts += [
+        f"{n} {word}"
+        for n, word in ((outcome.refused, "refused"), (outcome.inexpressible, "inexpressible"), (outcome.lost, "lost"))
+        if n
+    ]
     return ", ".join(parts)
 
 
@@ -199,20 +226,34 @@ def repro(path: Path, target: str) -> Exit:
     Example: flashproof repro failures/3f2a91bc.json > repro.py
     """
     record = read(path)
-    stored = record.environment
-    if target or "bound" not in stored:
-        options = Options(dialect="" if target else record.dialect, device=record.device, contract=record.contract)
-        with opened(target or record.target, options) as session:
-            stored = stored | session.info
-            record = replace(record, target=target or record.target, dialect=session.info["dialect"], environment=stored)
-    binding = Binding(record.dialect, *(tuple(stored.get(n, ())) for n in ("bound", "unbound")), stored["returns_lse"], tuple(stored.get("required", ())))
+    if target or "bound" not in record.environment:
+        record = _asked(record, target)
     try:
-        click.echo(script(record, binding), nl=False)
-    except Inexpressible as e:
+        click.echo(script(record, _binding(record)), nl=False)
+    except (Inexpressible, CorpusError) as e:
         raise Stop(f"{path}: {e}") from None
-    except CorpusError as e:
-        raise Stop(str(e)) from None
     return Exit.RIGHT
+
+
+def _asked(record: Record, target: str) -> Record:
+    """The record for a target that is loaded to see how it is called."""
+    options = Options(dialect="" if target else record.dialect, device=record.device, contract=record.contract)
+    with opened(target or record.target, options) as session:
+        info = session.info
+        stored = record.environment | {n: info[n] for n in KNOWN_OF_TARGET}
+        return replace(record, target=session.target, dialect=info["dialect"], environment=stored)
+
+
+def _binding(record: Record) -> Binding:
+    """How the record's target is called, as the record says."""
+    known = record.environment
+    try:
+        bound, unbound, required = (tuple(known[n]) for n in ("bound", "unbound", "required"))
+        return Binding(record.dialect, bound, unbound, bool(known["returns_lse"]), required)
+    except (KeyError, TypeError) as e:
+        raise CorpusError(
+            f"environment must say how the target is called: {', '.join(KNOWN_OF_TARGET)} ({e})"
+        ) from None
 
 
 @flashproof.command("list")

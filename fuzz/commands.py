@@ -51,7 +51,7 @@ class Stop(click.ClickException):
 
     def __init__(self, message: str, code: Exit = Exit.USAGE, detail: str = "") -> None:
         super().__init__(message)
-        self.exit_code = int(code)
+        self.code = code
         self.detail = detail
 
     def show(self, file: Any = None) -> None:
@@ -84,17 +84,38 @@ class Options:
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
-        return replace(self, dialect=self.dialect or dialect, device=self.device or device, contract=self.contract or contract)
+        return replace(
+            self, dialect=self.dialect or dialect, device=self.device or device, contract=self.contract or contract
+        )
 
 
 SHARED = (
-    click.option("--dialect", default="", metavar="NAME", help="Signature the target follows; recognised when left out."),
+    click.option(
+        "--dialect", default="", metavar="NAME", help="Signature the target follows; recognised when left out."
+    ),
     click.option("--device", default="", metavar="DEVICE", help="cpu (the default), cuda or cuda:N."),
-    click.option("--contract", default="", metavar="SPEC", help="Arithmetic promised: ieee, tf32, hopper, ... with changes, as in ieee,kv_tile=64."),
-    click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Only these element types (repeatable)."),
+    click.option(
+        "--contract",
+        default="",
+        metavar="SPEC",
+        help="Arithmetic promised: ieee, tf32, hopper, ... with changes, as in ieee,kv_tile=64.",
+    ),
+    click.option(
+        "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Only these element types (repeatable)."
+    ),
     click.option("--max-len", type=click.IntRange(min=0), default=None, metavar="N", help="No Lq or Lk above N."),
-    click.option("--in-process", is_flag=True, help="Run the target in this process, to debug it; a crash or hang then ends the run."),
-    click.option("--log", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE", help="Write each case before it runs: names the case that took the machine down."),
+    click.option(
+        "--in-process",
+        is_flag=True,
+        help="Run the target in this process, to debug it; a crash or hang then ends the run.",
+    ),
+    click.option(
+        "--log",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=None,
+        metavar="FILE",
+        help="Write each case before it runs: names the case that took the machine down.",
+    ),
 )
 
 
@@ -112,7 +133,7 @@ def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options
 
 
-class Seconds(click.ParamType):
+class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in new versions of click only
     """A number of seconds above zero."""
 
     name = "seconds"
@@ -133,5 +154,14 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 JSON = click.option("--json", "json_file", type=FILE, default=None, metavar="FILE", help="Write the result as JSON.")
-SEED = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="The same seed draws the same cases.")
-SAVE = click.option("--save", type=FOLDER, default=FAILURES, show_default=True, metavar="DIR", help="Where failing cases are written.")
+SEED = click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The same seed draws the same cases.",
+)
+SAVE = click.option(
+    "--save", type=FOLDER, default=FAILURES, show_default=True, metavar="DIR", help="Where failing cases are written."
+)

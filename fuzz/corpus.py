@@ -23,7 +23,7 @@ from .case import Case, case_from_json
 SCHEMA = 1
 FAILURES = Path("failures")
 CORPUS = Path("flashproof-corpus")
-FIELDS: dict[str, type] = {
+FIELDS: dict[str, type[Any]] = {
     "target": str,
     "dialect": str,
     "device": str,
@@ -57,7 +57,9 @@ class Record:
     @property
     def name(self) -> str:
         """File name: a hash of the target, the case and the kinds of finding; the same failure has the same name."""
-        said = "\n".join((self.target, self.case.key, *(c.key for c in self.preceding), *sorted({f.key for f in self.findings})))
+        said = "\n".join(
+            (self.target, self.case.key, *(c.key for c in self.preceding), *sorted({f.key for f in self.findings}))
+        )
         return hashlib.sha256(said.encode()).hexdigest()[:8] + ".json"
 
     def to_json(self) -> dict[str, Any]:
@@ -158,15 +160,17 @@ def _record(data: object) -> Record:
     )
 
 
-def _json_name(kind: type) -> str:
-    return {str: "string", dict: "object", list: "array"}[kind]
+def _json_name(kind: type[Any]) -> str:
+    return {"str": "string", "dict": "object", "list": "array"}[kind.__name__]
 
 
 def _finding(data: object) -> Finding:
     try:
         return Finding.from_json(data)  # type: ignore[arg-type]
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise ValueError(f"a finding must have the fields oracle, tensor, message, index and details, got {data!r:.80}") from None
+        raise ValueError(
+            f"a finding must have the fields oracle, tensor, message, index and details, got {data!r:.80}"
+        ) from None
 
 
 def files(path: Path) -> list[Path]:

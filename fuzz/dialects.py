@@ -1,26 +1,37 @@
 """Dialects: call a target in its own signature, and read output, log-sum-exp and gradients back as (B, H, L, D).
 
-A dialect is recognised from parameter names. Each of its keywords has accepted names, the standard one first; a keyword is
-used only when the callable's own signature has it. What no keyword can say is passed as a dense mask, else it is Inexpressible.
+What no keyword of the target can say is passed as a dense mask, else the case is Inexpressible.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..impls.loading import Q_K_V, signature, takes_q_k_v
 from ..oracles.finding import Finding
 from ..oracles.invariants import form_of_gradient, form_of_lse, form_of_output
+from .binding import DIALECTS, Binding, expressible, recognise
 from .case import Case
 from .masks import Align, And, Causal, Full, Mask, Window
-from .region import Region
 from .tensors import Inputs
+
+__all__ = [
+    "DIALECTS",
+    "REFUSALS",
+    "Answer",
+    "Binding",
+    "Inexpressible",
+    "Refuse",
+    "answer",
+    "call",
+    "expressible",
+    "keywords",
+    "recognise",
+]
 
 
 class Inexpressible(Exception):
@@ -34,138 +45,6 @@ class Refuse(Exception):
 REFUSALS: tuple[type[Exception], ...] = (NotImplementedError, ValueError, Refuse)
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """One calling convention: its keywords with their accepted names, what sets it apart, its layout and alignment."""
-
-    keywords: dict[str, tuple[str, ...]]
-    standard: tuple[str, ...]  # names that a callable without a signature is taken to have
-    marks: frozenset[str]  # a parameter of this name means this dialect
-    hints: frozenset[str]  # so do all of these together, if no mark decides
-    align: Align = "top_left"
-    heads_inside: bool = False  # tensors are (B, L, H, D)
-
-
-SHARED = {"softcap": ("softcap",), "window": ("window_size",), "lse": ("return_lse",)}
-DIALECTS: dict[str, Dialect] = {
-    "sdpa": Dialect(
-        keywords={
-            "mask": ("attn_mask", "mask"),
-            "dropout": ("dropout_p", "dropout"),
-            "causal": ("is_causal", "causal"),
-            "scale": ("scale", "softmax_scale", "sm_scale"),
-            "gqa": ("enable_gqa",),
-            **SHARED,
-        },
-        standard=("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-        marks=frozenset({"attn_mask", "is_causal", "enable_gqa"}),
-        hints=frozenset({"dropout_p", "scale"}),
-    ),
-    "flash_attn": Dialect(
-        keywords={
-            "dropout": ("dropout_p", "dropout"),
-            "scale": ("softmax_scale", "scale", "sm_scale"),
-            "causal": ("causal", "is_causal"),
-            "mask": ("attn_mask", "mask"),
-            **SHARED,
-        },
-        standard=("dropout_p", "softmax_scale", "causal", "window_size", "softcap"),
-        marks=frozenset({"causal", "softmax_scale"}),
-        hints=frozenset({"window_size"}),
-        align="bottom_right",
-        heads_inside=True,
-    ),
-    "native": Dialect(
-        keywords={
-            "mask": ("mask",),
-            "bias": ("bias",),
-            "scale": ("scale",),
-            "softcap": ("softcap",),
-            "dropout": ("dropout",),
-            "seed": ("dropout_seed",),
-            "lse": ("return_lse",),
-        },
-        standard=("mask", "bias", "scale", "softcap", "dropout", "dropout_seed", "return_lse"),
-        marks=frozenset(),  # `bias` and a keyword-only `mask` (elsewhere `mask` may be a tensor): see _decide
-        hints=frozenset({"return_lse"}),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Binding:
-    """How a callable is called: its dialect, the parameters that are used, the keywords it lacks, those it insists on."""
-
-    dialect: str
-    bound: tuple[str, ...]
-    unbound: tuple[str, ...]
-    returns_lse: bool
-    required: tuple[str, ...] = ()
-
-    def name(self, keyword: str) -> str:
-        """The callable's own name for a keyword of its dialect; empty when it has none."""
-        accepted = DIALECTS[self.dialect].keywords.get(keyword, ())
-        return next((n for n in accepted if n in self.bound), "")
-
-
-def recognise(call: Callable[..., Any], forced: str = "") -> Binding:
-    """The binding of a callable; ValueError names the candidates when its parameters do not decide."""
-    if forced and forced not in DIALECTS:
-        raise ValueError(f"dialect must be one of {', '.join(DIALECTS)}, got dialect={forced!r}")
-    sig = signature(call)
-    if sig is None or all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in sig.parameters.values()):
-        if not forced:
-            raise ValueError(f"the callable does not tell its parameters; state one of --dialect {' | '.join(DIALECTS)}")
-        return _bind(forced, dict.fromkeys(DIALECTS[forced].standard, False))
-    if not takes_q_k_v(call):
-        rule = ", ".join(" or ".join(names) for names in Q_K_V)
-        raise ValueError(f"the callable must begin with the parameters {rule}, got ({', '.join(sig.parameters)})")
-    params = _named(sig)
-    dialect = forced or _decide(params, sig)
-    names = {n: p.default is p.empty for n, p in params.items()}
-    if forced and any(p.kind is p.VAR_KEYWORD for p in sig.parameters.values()):
-        names |= {n: False for n in DIALECTS[forced].standard if n not in names}
-    return _bind(dialect, names)
-
-
-def _named(sig: inspect.Signature) -> dict[str, inspect.Parameter]:
-    """The parameters after q, k, v that can be passed by name."""
-    return {n: p for n, p in list(sig.parameters.items())[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _decide(params: dict[str, inspect.Parameter], sig: inspect.Signature) -> str:
-    """The one dialect whose marks the parameters carry, else the one whose hints they carry."""
-    marked = [d for d, row in DIALECTS.items() if row.marks & set(params)]
-    tensor_mask = "mask" in params and params["mask"].kind is not inspect.Parameter.KEYWORD_ONLY
-    if not tensor_mask and {"mask", "bias"} & set(params):
-        marked.append("native")
-    found = marked or [d for d, row in DIALECTS.items() if row.hints <= set(params)]
-    if len(found) == 1 and (marked or not tensor_mask):
-        return found[0]
-    possible = found if len(found) > 1 else ["sdpa", "native"] if tensor_mask else ["sdpa", "flash_attn"]
-    meanings = {
-        "sdpa": "sdpa (B, H, L, D), tensor masks",
-        "flash_attn": "flash_attn (B, L, H, D)",
-        "native": "native (B, H, L, D), Mask objects",
-    }
-    raise ValueError(
-        f"the parameters ({', '.join(sig.parameters)}) fit several dialects: "
-        f"{'; '.join(meanings[d] for d in possible)}; state one with --dialect"
-    )
-
-
-def _bind(dialect: str, names: dict[str, bool]) -> Binding:
-    """Names of parameters -> whether they have no default, as a binding."""
-    keywords = DIALECTS[dialect].keywords
-    used = {k: next((n for n in accepted if n in names), "") for k, accepted in keywords.items()}
-    bound = tuple(n for n in names if n in used.values())
-    for name, required in names.items():
-        if required and name not in bound:
-            raise ValueError(f"the parameter {name} has no default and dialect {dialect} has no value for it")
-    unbound = tuple(accepted[0] for k, accepted in keywords.items() if not used[k])
-    return Binding(dialect, bound, unbound, bool(used.get("lse")), tuple(n for n in bound if names[n]))
-
-
 def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keyword arguments that say a case; raises Inexpressible."""
     case = inputs.case
@@ -173,7 +52,9 @@ def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     for keyword, value, idle in _plain(binding, case):
         name = binding.name(keyword)
         if not idle and not name:
-            raise Inexpressible(f"the target has no keyword for {keyword} ({DIALECTS[binding.dialect].keywords[keyword][0]})")
+            raise Inexpressible(
+                f"the target has no keyword for {keyword} ({DIALECTS[binding.dialect].keywords[keyword][0]})"
+            )
         if name and (not idle or name in binding.required):
             out[name] = value
     if binding.returns_lse:
@@ -259,35 +140,6 @@ def _conjuncts(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
-def expressible(binding: Binding, region: Region | None = None) -> Region:
-    """The region narrowed to what the binding can say, so that few drawn cases are inexpressible."""
-    region = region or Region()
-    has = {k: bool(binding.name(k)) for k in DIALECTS[binding.dialect].keywords}
-    native = binding.dialect == "native"
-    dense = has["mask"]
-    flags = {
-        "none": True,
-        "causal_top_left": dense or (has.get("causal", False)),
-        "causal_bottom_right": dense or has.get("causal", False),
-        "window": dense or has.get("window", False),
-        "bool": dense,
-        "additive": dense and (not native or has["bias"]),
-    }
-    bias = has["bias"] if native else dense
-    return replace(
-        region,
-        masks=tuple(m for m in region.masks if flags[m]),
-        gqa=region.gqa and has.get("gqa", True),
-        bias=region.bias and bias,
-        bias_grad=region.bias_grad and bias,
-        scale=region.scale and has["scale"],
-        softcap=region.softcap and has["softcap"],
-        dropout=region.dropout and has["dropout"],
-        lse=region.lse and has["lse"],
-        lse_grad=region.lse_grad and has["lse"],
-    )
-
-
 @dataclass
 class Answer:
     """What a call gave: outputs as (B, H, L, D), lse (B, Hq, Lq), and what was wrong with their form."""
@@ -353,23 +205,50 @@ def _unpack(binding: Binding, returned: Any, findings: list[Finding]) -> tuple[T
     ok = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)
     if ok and (not binding.returns_lse or isinstance(pair[1], Tensor)):
         return pair
-    got = f"({', '.join(type(x).__name__ for x in returned)})" if isinstance(returned, tuple | list) else type(returned).__name__
+    got = (
+        f"({', '.join(type(x).__name__ for x in returned)})"
+        if isinstance(returned, tuple | list)
+        else type(returned).__name__
+    )
     findings.append(Finding("type", "o", f"the target must return {rule}, got {got}"))
     return None, None
 
 
-def _backward(result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None) -> None:
+class _Seed(torch.autograd.Function):
+    """A scalar whose gradients with respect to the given outputs are the given tensors themselves, layout included.
+
+    autograd.grad with grad_outputs does the same, but imports sympy to compare shapes: most of a second in each new process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *outputs: Tensor) -> Tensor:
+        """Zero; remembers the gradients."""
+        ctx.grads = grads
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        """The gradients of the outputs."""
+        return None, *ctx.grads
+
+
+def _backward(
+    result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None
+) -> None:
     """Add the gradients of the leaves that require one."""
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     if o.grad_fn is None:
-        result.findings.append(Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant"))
+        result.findings.append(
+            Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant")
+        )
         return
     ends, grads = [o], [heads(inputs.do)]
     if inputs.dlse is not None:
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
         ends, grads = [o, lse], [heads(inputs.do), inputs.dlse]
-    got = torch.autograd.grad(ends, list(wanted.values()), grads, allow_unused=True)
+    seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
+    got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
         wrong = form_of_gradient(f"d{name}", grad, leaf)
         result.findings += wrong

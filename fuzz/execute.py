@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -21,10 +22,10 @@ from ..oracles import interpreter
 from ..oracles.allocations import GuardedAllocations
 from ..oracles.contract import contract_for
 from ..oracles.finding import Finding
-from ..oracles.invariants import Watched, purity, same_bits
+from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
 from .case import Case
-from .dialects import REFUSALS, Answer, Binding, Inexpressible, answer, expressible, recognise
-from .probe import probe_keywords
+from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
+from .probe import probe_keywords, seed_generators
 from .region import Region
 from .tensors import Inputs, build
 
@@ -73,14 +74,21 @@ def region_to_json(region: Region | None) -> dict[str, Any] | None:
 
 def region_from_json(data: dict[str, Any] | None) -> Region | None:
     """The region that `region_to_json` wrote."""
-    return None if data is None else Region(**{n: tuple(v) if isinstance(v, list) else v for n, v in data.items()})
+    if data is None:
+        return None
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+    return Region(**values)
 
 
 def as_implementation(target: str | Callable[..., Any] | Implementation) -> Implementation:
     """The implementation that a target names or is."""
     if isinstance(target, Implementation):
         return target
-    return load(target) if isinstance(target, str) else Implementation(getattr(target, "__name__", type(target).__name__), target)
+    return (
+        load(target)
+        if isinstance(target, str)
+        else Implementation(getattr(target, "__name__", type(target).__name__), target)
+    )
 
 
 class Runner:
@@ -103,6 +111,8 @@ class Runner:
         if kind not in self.implementation.devices:
             allowed = ", ".join(self.implementation.devices)
             raise TargetError(f"target {self.implementation.name} must run on one of {allowed}, got device={device}")
+        if self.implementation.triton and device == "cpu":
+            importlib.import_module("triton")
         self.binding = recognise(self.implementation.call, dialect or self.implementation.dialect)
         self.contract = contract or self.implementation.contract
         self.forward_only = contract_for(self.contract, "float32", device).forward_only
@@ -157,7 +167,9 @@ class Runner:
             self._disturb(inputs.case.varied(), out)
         out.outputs = self._once(inputs, out)
         if first is not None:
-            out.findings += same_bits("sequence", "after another call the same call answers differently", first, out.outputs)
+            out.findings += same_bits(
+                "sequence", "after another call the same call answers differently", first, out.outputs
+            )
         if repeat:
             out.findings += same_bits("repeat", "the same call twice", out.outputs, self._once(inputs, out))
         if exact and self.interpreted:
@@ -175,17 +187,28 @@ class Runner:
 
     def _once(self, inputs: Inputs, out: Execution) -> dict[str, Tensor]:
         """One guarded call; its outputs as CPU copies, its findings added."""
+        try:
+            keywords(self.binding, inputs)  # makes the dense mask, which is an input, outside the guards
+        except Inexpressible as e:
+            raise _Stopped(e) from e
+        monitored = self.interpreted
         with self._guards(out) as live:
             result = self._answer(inputs, out)
             live.update(result.outputs)
+        if self.interpreted and not monitored:  # the target imported Triton in its first call, which nothing monitored
+            return self._once(inputs, out)
         return {name: x.detach().to("cpu", copy=True) for name, x in result.outputs.items()}
 
     def _answer(self, inputs: Inputs, out: Execution) -> Answer:
         """The target's answer; what it raises is raised as _Stopped, so that no error of the harness passes for one of the target."""
         random = inputs.case.dropout > 0
-        torch.manual_seed(inputs.case.seed)
-        inner = Watched(self.implementation.call, random=random)
-        outer = Watched(lambda: answer(self.binding, inner, inputs, backward=not self.forward_only), random=random)
+        seed_generators(inputs.case.seed, self.device)
+        inner = Watched(self.implementation.call, random=random, settings=OF_CALL)
+        outer = Watched(
+            lambda: answer(self.binding, inner, inputs, backward=not self.forward_only),
+            random=random,
+            settings=OF_PROCESS,
+        )
         try:
             result: Answer = outer()
             if self.device != "cpu":
@@ -269,8 +292,10 @@ def present(device: str) -> str:
 
 def environment(device: str) -> dict[str, str]:
     """Versions and the name of the device."""
-    out = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "numpy", "flashproof"):
+    from .. import __version__
+
+    out = {"flashproof": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "numpy"):
         try:
             out[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -83,6 +83,40 @@ class Campaign:
         return self.accepted + self.refused - self.outside
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How much to spend on what was found.
+
+    After a failure the search goes on until as many cases again, within the bounds of `more`, brought no other failure,
+    or `more_seconds` did (only where the hunt itself is limited by time, so that `examples` stays reproducible).
+    """
+
+    more: tuple[int, int] = (25, 200)
+    more_seconds: float = 10.0
+    distinct: int = 8
+    shrink_seconds: float = 16.0
+    probes: int = 600
+    slow_probes: int = 12  # of a hang, whose every probe lasts as long as the deadline
+    behind_probes: int = 120  # of a failure that was never seen without an earlier one
+    again: int = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened; `campaign` is as of now.
+
+    kind: case (one was judged), found (`text` is a key not seen before), shrinking (a probe), shrunk (`failure` has its
+    smallest case), studied (`failure` is complete), done.
+    """
+
+    kind: str
+    campaign: Campaign
+    text: str = ""
+    case: Case | None = None
+    verdict: Verdict | None = None
+    failure: Failure | None = None
+
+
 def blind_because(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASES) -> list[str]:
     """Why a campaign without failures proves nothing; empty when it measured enough.
 
@@ -93,7 +127,7 @@ def blind_because(campaign: Campaign, command: str = "fuzz", min_cases: int = MI
     if c.accepted == 0:
         return [f"none of {c.cases} cases was accepted"]
     if command != "gate":
-        return []
+        return [f"interrupted after {c.cases} cases"] if c.stopped == "interrupted" else []
     out = []
     if c.accepted < min_cases:
         out.append(f"{c.accepted} cases were accepted, fewer than {min_cases}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from .found import Campaign, blind_because
-from .commands import Options
+from ..oracles.finding import Finding
+from .case import Case, case_from_json
+from .corpus import Record
 from .engine import hunt
-from .outcome import FailedCase, Keeper, Outcome
-from .session import Session, header, opened
+from .found import MIN_CASES, Campaign, Event, Failure, blind_because
+from .judge import Verdict
+from .outcome import FailedCase, Keeper, Outcome, replay_line
+from .progress import Progress
+from .report import failure_json, failure_text, failures_text, summary
+from .session import Session
 
 
 @dataclass(frozen=True)
@@ -20,3 +24,116 @@ class Budget:
     examples: int | None = None
     seconds: float | None = None
     seed: int = 0
+
+
+def hunted(
+    session: Session,
+    budget: Budget,
+    folder: Path,
+    command: str = "fuzz",
+    min_cases: int = MIN_CASES,
+) -> Outcome:
+    """The outcome of one hunt; what it finds is in `folder` from the moment it is found."""
+    keeper, progress = Keeper(session, folder), Progress()
+
+    def on_event(event: Event) -> None:
+        saved(keeper, event)
+        progress(event)
+
+    ignored = probed(session)
+    campaign = hunt(
+        session.judge,
+        session.region,
+        examples=budget.examples,
+        seconds=budget.seconds,
+        seed=budget.seed,
+        on_event=on_event,
+    )
+    campaign.failures[:0] = ignored
+    outcome = summed(session, campaign, keeper, command, min_cases)
+    outcome.report = failures_text(campaign, lambda f: replay_line(kept(keeper, f)))
+    outcome.closing = summary(campaign, command, min_cases)
+    return outcome
+
+
+def saved(keeper: Keeper, event: Event) -> None:
+    """Write down what an event found: the first case of a failure at once, its smaller ones in its place."""
+    for key in event.verdict.keys if event.verdict is not None else ():
+        if event.verdict is not None and keeper.file(key) is None:
+            keeper.keep(key, event.verdict.case, ordered(event.verdict, key))
+    if event.failure is not None:
+        f = event.failure
+        keeper.keep(f.key, f.case, ordered(f.verdict, f.key), f.preceding)
+
+
+def ordered(verdict: Verdict, key: str) -> list[Finding]:
+    """What fails, the finding of that key first."""
+    return sorted(verdict.failures, key=lambda f: f.key != key)
+
+
+def kept(keeper: Keeper, failure: Failure) -> Path:
+    """The file of a failure, with its smallest case."""
+    return keeper.keep(failure.key, failure.case, ordered(failure.verdict, failure.key), failure.preceding)
+
+
+def probed(session: Session) -> list[Failure]:
+    """Keywords that the target accepts and ignores, as failures."""
+    out = []
+    for finding in session.runner.probe()[1]:
+        case = case_from_json(finding.details["case"]) if "case" in finding.details else Case()
+        out.append(Failure(finding.key, case, case, Verdict(case, "fail", (finding,)), shrunk=True))
+    return out
+
+
+def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, min_cases: int) -> Outcome:
+    """The outcome of a campaign."""
+    c = campaign
+    outcome = Outcome(session.target, session, c.cases, c.accepted, c.refused, c.inexpressible)
+    outcome.lost = c.infrastructure if c.stopped == "infrastructure" else 0
+    outcome.seconds, outcome.first_failure = c.seconds, c.seconds_to_first_failure
+    outcome.warnings = [f"{what} ({n})" for what, n in c.warnings.most_common()]
+    outcome.problems = blind_because(c, command, min_cases)
+    outcome.interrupted = c.stopped == "interrupted"
+    outcome.failures = [*(failed(f, keeper) for f in c.failures), *unshrunk(c, keeper)]
+    outcome.extra = {
+        "seed": c.seed,
+        "stopped": c.stopped,
+        "by_kind": {name: asdict(count) for name, count in c.by_kind.items()},
+        "budget": {tensor: used for tensor, (used, _) in c.budget.items()},
+        "learnt": asdict(c.learnt) if c.declared is None else None,
+    }
+    return outcome
+
+
+def failed(failure: Failure, keeper: Keeper) -> FailedCase:
+    """A failure of a campaign with its file and its report."""
+    path = kept(keeper, failure)
+    line = replay_line(path)
+    findings = tuple(ordered(failure.verdict, failure.key))
+    return FailedCase(failure.case, findings, path, failure_text(failure, line), failure_json(failure, line))
+
+
+def unshrunk(campaign: Campaign, keeper: Keeper) -> list[FailedCase]:
+    """The failures beyond those that were shrunk, as they were found."""
+    out = []
+    for key, case in campaign.unshrunk.items():
+        oracle, _, tensor = key.partition(":")
+        finding = Finding(oracle, tensor, "a further failure, not shrunk")
+        path = keeper.file(key) or keeper.keep(key, case, [finding])
+        out.append(FailedCase(case, (finding,), path, f"{finding}\n{replay_line(path)}", {"key": key}))
+    return out
+
+
+def rerun(session: Session, record: Record) -> Verdict:
+    """The verdict on a saved case, in a fresh process after the cases that have to come before it.
+
+    A keyword that was ignored is probed again: on the case alone its absence may be no mistake.
+    """
+    if record.preceding:
+        session.judge.restart()
+        for case in record.preceding:
+            session.runner.run(case)
+    verdict = session.judge.check(record.case, thorough=True)
+    ignored = {f.key for f in record.findings if f.oracle == "ignored-keyword"}
+    again = tuple(f for f in session.runner.probe()[1] if f.key in ignored) if ignored else ()
+    return replace(verdict, status="fail", findings=(*verdict.findings, *again)) if again else verdict

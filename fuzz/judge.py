@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..oracles.contract import Contract, contract_for
-from ..oracles.diagnose import Deviation, diagnose
 from ..oracles.finding import Finding
-from ..oracles.value import ValueReport, judge_values
-from .case import GENERIC_DATA, Case
+from ..oracles.value import Deviation, ValueReport, diagnose, judge_values
+from .case import DTYPES, GENERIC_DATA, Case
 from .execute import Execution, region_from_json
 from .region import Region
 from .tensors import Inputs, build
@@ -57,8 +56,14 @@ class Verdict:
 
 
 def judge(
-    case: Case, execution: Execution, contract: Contract, region: Region | None = None, *, dropout_known: bool = False, inputs: Inputs | None = None
-) -> Verdict:  # fmt: skip
+    case: Case,
+    execution: Execution,
+    contract: Contract,
+    region: Region | None = None,
+    *,
+    dropout_known: bool = False,
+    inputs: Inputs | None = None,
+) -> Verdict:
     """The verdict on an execution. `region` is what the target declares it serves; None: nothing was declared.
 
     The inputs are built again here: nothing that the target could have touched takes part.
@@ -77,7 +82,9 @@ def judge(
     return Verdict(case, status, tuple(found), report, execution)
 
 
-def _judge_outputs(inputs: Inputs, execution: Execution, contract: Contract, dropout_known: bool, found: list[Finding]) -> ValueReport:
+def _judge_outputs(
+    inputs: Inputs, execution: Execution, contract: Contract, dropout_known: bool, found: list[Finding]
+) -> ValueReport:
     """The value report; its findings, and those of the exact run, are added to `found`."""
     generic = inputs.case.data in GENERIC_DATA
     report = judge_values(inputs, execution.outputs, contract, generic=generic, dropout_known=dropout_known)
@@ -86,7 +93,11 @@ def _judge_outputs(inputs: Inputs, execution: Execution, contract: Contract, dro
         strict = exact_contract(contract)
         exact = judge_values(inputs, execution.exact, strict, generic=False, dropout_known=dropout_known)
         wrong = {f.tensor for f in report.findings}
-        found += [replace(f, oracle="exact", message=f"in exact arithmetic {f.message}") for f in exact.findings if f.tensor not in wrong]
+        found += [
+            replace(f, oracle="exact", message=f"in exact arithmetic {f.message}")
+            for f in exact.findings
+            if f.tensor not in wrong
+        ]
     return report
 
 
@@ -109,11 +120,22 @@ def _endings(case: Case, execution: Execution, region: Region | None) -> list[Fi
     match execution.status:
         case "refused":
             inside = region is not None and not region.refuses(case)
-            return [Finding("refusal", "call", f"refused a case inside the declared region: {message}")] if inside else []
+            return (
+                [Finding("refusal", "call", f"refused a case inside the declared region: {message}")] if inside else []
+            )
         case "raised":
-            return [Finding("exception", message.partition(":")[0], message, details={"traceback": execution.traceback})]
+            return [
+                Finding("exception", message.partition(":")[0], message, details={"traceback": execution.traceback})
+            ]
         case "crashed":
-            return [Finding("crash", message.partition(":")[0], f"the process died: {message}", details={"printed": execution.printed})]
+            return [
+                Finding(
+                    "crash",
+                    message.partition(":")[0],
+                    f"the process died: {message}",
+                    details={"printed": execution.printed},
+                )
+            ]
     return [Finding("hang", "call", message, details={"printed": execution.printed})]
 
 
@@ -135,21 +157,23 @@ class Judge:
         self.device: str = runner.info["device"]
         self.dropout_known = runner.info["dialect"] == "native"
         self._verdicts: dict[tuple[str, bool], Verdict] = {}
+        self._contracts = {dtype: contract_for(self.spec, dtype, self.device) for dtype in DTYPES}
 
     def contract(self, dtype: str) -> Contract:
         """The contract that cases of a dtype are held to."""
-        return contract_for(self.spec, dtype, self.device)
+        return self._contracts[dtype]
 
-    def check(self, case: Case, thorough: bool = False, fresh: bool = False) -> Verdict:
-        """The verdict on a case. Thorough: with the repeated call and the exact run; fresh: run again, in a new process."""
+    def check(self, case: Case, thorough: bool = False, fresh: bool = False, explain: bool = True) -> Verdict:
+        """The verdict on a case. Thorough: with the repeated call and the exact run; fresh: run again, in a new process.
+
+        Explain: look for deviations from the contract too, which takes longer than the rest.
+        """
         key = (case.key, thorough)
         if fresh:
             self.restart()
-        elif key in self._verdicts:
-            return self._verdicts[key]
-        verdict = self._explained(self._confirmed(self._once(case, thorough)))
-        self._remember(key, verdict)
-        return verdict
+        if fresh or key not in self._verdicts:
+            self._remember(key, self._confirmed(self._once(case, thorough)))
+        return self.explained(self._verdicts[key]) if explain else self._verdicts[key]
 
     def reproduces(self, case: Case, key: str, times: int = 3) -> tuple[int, int]:
         """(n, m): of m runs, each in a new process, n failed with the finding's key."""
@@ -158,6 +182,10 @@ class Judge:
             self.restart()
             seen += key in self._once(case, thorough=True).keys
         return seen, times
+
+    def again(self, case: Case, thorough: bool = True) -> Verdict:
+        """The verdict of another run in the same process, not remembered."""
+        return self._confirmed(self._once(case, thorough))
 
     def restart(self) -> None:
         """Begin a new process, where there is one to begin."""
@@ -171,7 +199,9 @@ class Judge:
 
     def _confirmed(self, verdict: Verdict) -> Verdict:
         """A statistical warning becomes a failure when every fresh seed of the same structure shows it too."""
-        suspects = {f.tensor for f in verdict.findings if f.oracle == "statistical"}
+        suspects = {f.tensor for f in verdict.findings if f.oracle == "statistical"} - {
+            f.tensor for f in verdict.failures
+        }
         for n in range(1, FRESH_SEEDS + 1):
             if not suspects:
                 return verdict
@@ -179,12 +209,18 @@ class Judge:
             suspects &= {f.tensor for f in other.findings if f.oracle == "statistical"}
         if not suspects:
             return verdict
-        promoted = tuple(_promoted(f) if f.oracle == "statistical" and f.tensor in suspects else f for f in verdict.findings)
+        promoted = tuple(
+            _promoted(f) if f.oracle == "statistical" and f.tensor in suspects else f for f in verdict.findings
+        )
         return replace(verdict, findings=promoted, status="fail")
 
-    def _explained(self, verdict: Verdict) -> Verdict:
-        """With the single deviations from the contract that would explain wrong values."""
-        if not any(f.oracle in VALUE_ORACLES for f in verdict.failures) or verdict.execution is None:
+    def explained(self, verdict: Verdict) -> Verdict:
+        """The verdict with the single deviations from the contract that would explain wrong values."""
+        if (
+            verdict.deviations
+            or not any(f.oracle in VALUE_ORACLES for f in verdict.failures)
+            or verdict.execution is None
+        ):
             return verdict
         if verdict.case.dropout and not self.dropout_known:
             return verdict

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from typing import TypeVar
 
 from .case import LAYOUTS
@@ -19,14 +19,22 @@ Entry = TypeVar("Entry")
 TILES = (8, 16, 32, 64, 128)
 EDGES = {t: (t - 1, t, t + 1, 2 * t - 1, 2 * t, 2 * t + 1) for t in TILES}
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 32, 33, 40, 64, 72, 80, 96, 128, 192, 256)
-AXES = tuple("".join(a for a, on in zip("khqb", bits, strict=True) if on) for bits in product((0, 1), repeat=4))
-AXES = tuple("".join(a for a in "bhqk" if a in axes) for axes in AXES)
+AXES = tuple("".join(a for a in "bhqk" if a in chosen) for n in range(5) for chosen in combinations("khqb", n))
 """Every subset of the axes b, h, q, k."""
 
 
-def pick(table: Sequence[Entry], byte: int, count: int = 0) -> Entry:
-    """The entry of a table, or of its first `count`, that a byte chooses."""
-    return table[byte * (count or len(table)) >> 8]
+def pick(table: Sequence[Entry], byte: int) -> Entry:
+    """The entry of a table that a byte chooses."""
+    return table[byte * len(table) >> 8]
+
+
+def pick_within(table: Sequence[int], byte: int, most: int) -> int:
+    """The size in an ascending table that a byte chooses; where it exceeds `most`, one of those that do not.
+
+    A byte that fits means the same size whatever the bound, so that shrinking one size leaves the others.
+    """
+    size = pick(table, byte)
+    return size if size <= most else pick(table[: max(bisect_right(table, most), 1)], byte)
 
 
 def gate(percent: int, byte: int) -> int | None:
@@ -42,12 +50,11 @@ def weighted(weights: Iterable[tuple[Entry, int]]) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=64)
 def lengths(least: int, most: int) -> tuple[int, ...]:
-    """Lengths, ascending but for 1 before 0: small ones, those beside tile edges, and multiples of `coarse(most)`."""
-    often = dict.fromkeys((*range(18), *range(0, most + 1, coarse(most)), least, most), 1) | {1: 6, 0: 2}
+    """Lengths from 1 (or `least`) on: small ones, those beside tile edges, and multiples of `coarse(most)`."""
+    often = dict.fromkeys((*range(18), *range(0, most + 1, coarse(most)), least, most), 1) | {1: 6, 2: 2, 3: 2}
     for tile, weight in zip(TILES, (1, 2, 3, 4, 5), strict=True):
         often |= {n: often.get(n, 0) + weight for n in EDGES[tile]}
-    ascending = sorted((n for n in often if least <= n <= most), key=lambda n: (n != 1, n))
-    return weighted((n, often[n]) for n in ascending)
+    return weighted((n, often[n]) for n in sorted(often) if max(least, 1) <= n <= most)
 
 
 def coarse(most: int) -> int:
@@ -60,11 +67,6 @@ def widths(allowed: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Head widths, ascending; the large ones as likely as the small ones together."""
     chosen = sorted(d for d in (allowed or WIDTHS) if d <= most)
     return weighted((d, 3 if d >= 40 or d in (8, 16, 24) else 2) for d in chosen)
-
-
-def fitting(table: Sequence[int], most: int) -> int:
-    """How many entries of a table of sizes are at most `most`; one where none is."""
-    return max(bisect_right(table, most), 1)
 
 
 SHAPES = weighted(
@@ -80,9 +82,11 @@ SHAPES = weighted(
 )
 """(what is drawn first, the most that B*Hq*Lq*Lk*max(D, Dv) may be, the longest length): most cases are small."""
 
-BATCHES = weighted(((1, 11), (0, 1), (2, 5), (3, 2)))
-KV_HEADS = weighted(((1, 6), (2, 4), (3, 2)))
+BATCHES = weighted(((1, 11), (2, 5), (3, 2)))
+KV_HEADS = weighted(((1, 5), (2, 4), (3, 2)))
 RATIOS = weighted(((1, 6), (2, 2), (3, 2), (5, 2), (7, 2), (12, 2)))
+EMPTY = ("Lq", "Lk", "B", "LqLk")
+"""Sizes that are zero together."""
 SCALES = (1.0, 0.37, 0.0, -0.25, -1.0, 1e-4, 8.0)
 SOFTCAPS = (30.0, 50.0, 5.0, 1.0)
 DROPOUTS = (0.5, 0.1, 0.9)

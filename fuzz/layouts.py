@@ -6,8 +6,9 @@ gives NaN, and a write there is found by comparing bytes with a pristine copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,18 +40,17 @@ class Layout:
         return storage.as_strided(self.shape, self.strides, start + self.offset)
 
 
-def stored(shape: Shape, order: str, *, sizes: dict[str, int] = {}, first: dict[str, int] = {}, step: int = 1) -> Layout:  # noqa: B006 (never changed)
-    """A layout with the axes bhld in the given order, outermost first, in a box of `sizes`, from index `first` on.
+def stored(shape: Shape, order: str, *, heads: int = 0, head: int = 0, step: int = 1) -> Layout:
+    """A layout with the axes bhld in the given order, outermost first.
 
-    `step` is the stride of the innermost axis.
+    The tensor is a slice, from `head` on, of one with `heads` heads (0: its own); `step` is the innermost stride.
     """
     logical = dict(zip("bhld", shape, strict=True))
-    strides, stride = {}, step
+    strides, span = {}, step
     for axis in reversed(order):
-        strides[axis] = stride
-        stride *= max(sizes.get(axis, logical[axis]), 1)
-    offset = sum(strides[axis] * n for axis, n in first.items())
-    return Layout(shape, tuple(strides[axis] for axis in "bhld"), offset, stride)
+        strides[axis] = span
+        span *= max(heads or logical[axis] if axis == "h" else logical[axis], 1)
+    return Layout(shape, tuple(strides[axis] for axis in "bhld"), strides["h"] * head, span)
 
 
 def _expand(shape: Shape) -> Layout:
@@ -72,14 +72,14 @@ def _offset(shape: Shape) -> Layout:
 
 def _packed_alone(shape: Shape) -> Layout:
     """The middle third of a storage (B, L, 3H, D)."""
-    return stored(shape, "blhd", sizes={"h": 3 * shape[1]}, first={"h": shape[1]})
+    return stored(shape, "blhd", heads=3 * shape[1], head=shape[1])
 
 
-LAYOUT_RULES = {
+LAYOUT_RULES: dict[str, Callable[[Shape], Layout]] = {
     "contiguous": lambda shape: stored(shape, "bhld"),
     "blhd": lambda shape: stored(shape, "blhd"),
     "packed": _packed_alone,
-    "chunk": lambda shape: stored(shape, "bhld", sizes={"h": 2 * shape[1]}, first={"h": shape[1]}),
+    "chunk": lambda shape: stored(shape, "bhld", heads=2 * shape[1], head=shape[1]),
     "expand": _expand,
     "offset": _offset,
     "strided": lambda shape: stored(shape, "bhld", step=2),
@@ -88,11 +88,17 @@ LAYOUT_RULES = {
 }
 
 
+@lru_cache(maxsize=4096)
+def layout(name: str, shape: Shape) -> Layout:
+    """The layout of that name for a tensor that is alone in its storage."""
+    return LAYOUT_RULES[name](shape)
+
+
 def packed(shapes: Sequence[Shape]) -> list[Layout]:
     """Slices along the heads of one storage (B, L, all heads, D), for tensors that agree in everything but heads."""
     heads, at, out = sum(s[1] for s in shapes), 0, []
     for shape in shapes:
-        out.append(stored(shape, "blhd", sizes={"h": heads}, first={"h": at}))
+        out.append(stored(shape, "blhd", heads=heads, head=at))
         at += shape[1]
     return out
 
@@ -115,7 +121,15 @@ class Guarded:
     pristine: Tensor = field(init=False)
 
     @classmethod
-    def hold(cls, names: Sequence[str], layouts: Sequence[Layout], values: Sequence[Tensor], dtype: torch.dtype, device: str, guards: bool) -> Guarded:
+    def hold(
+        cls,
+        names: Sequence[str],
+        layouts: Sequence[Layout],
+        values: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: str,
+        guards: bool,
+    ) -> Guarded:
         """Tensors of `dtype` with the given values (any dtype, broadcast to the shapes) in one poisoned storage."""
         integer, poison = PATTERNS[dtype]
         margin = _margin(layouts) if guards else 0

@@ -29,16 +29,14 @@ class Kind:
     served: Callable[[Region], bool]
     without: Callable[[Region], Region]
     counted: bool = True  # has a row in the table of what was accepted
+    needs: tuple[str, ...] = ()  # attributes of a region without which this kind goes without saying
 
 
-def _flag(name: str, attribute: str, has: Callable[[Case], bool]) -> Kind:
-    return Kind(name, has, lambda r: _serves(r, attribute), lambda r: replace(r, **{attribute: False}))  # type: ignore[arg-type]
+def _flag(name: str, attribute: str, has: Callable[[Case], bool], needs: tuple[str, ...] = ()) -> Kind:
+    def served(region: Region) -> bool:
+        return all(getattr(region, n) for n in (attribute, *needs))
 
-
-def _serves(region: Region, attribute: str) -> bool:
-    """Whether a region has a feature, and what the feature needs."""
-    needs = {"bias_grad": ("bias", "backward"), "lse_grad": ("lse", "backward")}
-    return all(getattr(region, n) for n in (attribute, *needs.get(attribute, ())))
+    return Kind(name, has, served, lambda r: replace(r, **{attribute: False}), needs=needs)  # type: ignore[arg-type]
 
 
 def _without_dtype(dtype: str) -> Kind:
@@ -89,11 +87,11 @@ def kinds() -> tuple[Kind, ...]:
         _flag("Dv other than D", "dv_differs", lambda c: c.Dv != c.D),
         _flag("backward", "backward", lambda c: bool(c.requires_grad)),
         _flag("bias", "bias", lambda c: bool(c.bias)),
-        _flag("gradient of the bias", "bias_grad", lambda c: "b" in c.requires_grad),
+        _flag("gradient of the bias", "bias_grad", lambda c: "b" in c.requires_grad, needs=("bias", "backward")),
         _flag("scale", "scale", lambda c: c.scale is not None),
         _flag("softcap", "softcap", lambda c: c.softcap > 0),
         _flag("dropout", "dropout", lambda c: c.dropout > 0),
-        _flag("gradient through lse", "lse_grad", lambda c: c.lse_grad),
+        _flag("gradient through lse", "lse_grad", lambda c: c.lse_grad, needs=("lse", "backward")),
         _flag("layouts", "layouts", _layouts),
     )
     empty = Kind(
@@ -187,7 +185,8 @@ def unmeasured(by_kind: Mapping[str, Count], declared: Region) -> list[str]:
 
 def differences(region: Region, base: Region = Region()) -> list[str]:  # noqa: B008 (frozen)
     """What a region lacks of a wider one, in words."""
-    out = [f"no {k.name}" for k in kinds() if k.counted and k.served(base) and not k.served(region)]
+    lost = [k for k in kinds() if k.counted and k.served(base) and not k.served(region)]
+    out = [f"no {k.name}" for k in lost if all(getattr(region, n) for n in k.needs)]
     if region.head_dims and region.head_dims != base.head_dims:
         out.append(f"head dims {_few(region.head_dims)}")
     if region.max_head_dim != base.max_head_dim:

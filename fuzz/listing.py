@@ -54,7 +54,12 @@ def _implementations() -> list[tuple[str, ...]]:
 
 def _dialects() -> list[tuple[str, ...]]:
     return [
-        (name, "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)", d.align.replace("_", " "), ", ".join(n[0] for n in d.keywords.values()))
+        (
+            name,
+            "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
+            d.align.replace("_", " "),
+            ", ".join(n[0] for n in d.keywords.values()),
+        )
         for name, d in DIALECTS.items()
     ]
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import inspect
+import math
 import textwrap
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -24,10 +26,10 @@ LITERAL = 256
 WIDTH = 118
 
 
-def normal(start, shape):  # type: ignore[no-untyped-def] # as a reader of the script would write it
+def normal(start: int, shape: tuple[int, ...]) -> Tensor:
     """Normal numbers as a hash of the indices: the same bits on every machine."""
-    knots = [-4.0, *(round(NormalDist().inv_cdf(n / 1024) * 2**20) / 2**20 for n in range(1, 512)), 0.0]
-    knots = torch.tensor(knots + [-x for x in knots[-2::-1]], dtype=torch.float64)
+    half = [-4.0, *(round(NormalDist().inv_cdf(n / 1024) * 2**20) / 2**20 for n in range(1, 512)), 0.0]
+    knots = torch.tensor(half + [-x for x in half[-2::-1]], dtype=torch.float64)
     x = torch.full(shape, start)
     for axis, weight in enumerate((-0x2ECBDABC217D106B, -0x5F89E29B87429BD1, -0x18FC812E5F4BD725, -0x7143950F6377391D)):
         x += torch.arange(shape[axis]).view([-1 if a == axis else 1 for a in range(4)]) * weight
@@ -38,12 +40,12 @@ def normal(start, shape):  # type: ignore[no-untyped-def] # as a reader of the s
     return knots[n] + (knots[n + 1] - knots[n]) / 2**21 * (bits & 0x1FFFFF)
 
 
-def unpack(text, dtype, shape):  # type: ignore[no-untyped-def]
+def unpack(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The tensor whose bytes were compressed and written as text."""
     return torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(text))), dtype=dtype).view(shape)
 
 
-def place(x, strides, offset):  # type: ignore[no-untyped-def]
+def place(x: Tensor, strides: tuple[int, ...], offset: int) -> Tensor:
     """x in a storage of NaN, with these strides and this offset in elements."""
     size = offset + 1 + sum(max(n - 1, 0) * s for n, s in zip(x.shape, strides, strict=True))
     view = torch.full((size,), torch.nan, device=x.device).to(x.dtype).as_strided(x.shape, strides, offset)
@@ -52,12 +54,13 @@ def place(x, strides, offset):  # type: ignore[no-untyped-def]
     return view
 
 
-INLINED = {"normal": normal, "unpack": unpack, "place": place}
+INLINED: dict[str, Callable[..., Tensor]] = {"normal": normal, "unpack": unpack, "place": place}
 
 
 def source(name: str) -> list[str]:
-    """The lines of an inlined function, without what only a type checker reads."""
-    return [line.partition("  # type:")[0] for line in inspect.getsource(INLINED[name]).rstrip().split("\n")]
+    """The lines of an inlined function, its signature without annotations as a script's author would write it."""
+    _, *body = inspect.getsource(INLINED[name]).rstrip().split("\n")
+    return [f"def {name}({', '.join(inspect.signature(INLINED[name]).parameters)}):", *body]
 
 
 def dtype_text(x: Tensor) -> str:
@@ -98,7 +101,14 @@ class Writer:
 
     def known(self, x: Tensor) -> str:
         """The variable that already holds these values; empty when none does."""
-        return next((n for n, y in self.names if y is not None and y.dtype == x.dtype and y.shape == x.shape and same_bits(x, y)), "")
+        return next(
+            (
+                n
+                for n, y in self.names
+                if y is not None and y.dtype == x.dtype and y.shape == x.shape and same_bits(x, y)
+            ),
+            "",
+        )
 
     def say(self, name: str, text: str, x: Tensor | None) -> str:
         """The name of a new variable defined by an expression whose value is x, or is not to be used again (None)."""
@@ -122,7 +132,9 @@ class Writer:
         once = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())].contiguous()
         spread = f".expand{shape_text(x.shape)}" if once.shape != x.shape else ""
         if once.numel() and same_bits(once, once.flatten()[0].expand(once.shape)):
-            return [f"{name} = torch.full({shape_text(once.shape)}, {number_text(once.flatten()[0])}, dtype={dtype_text(x)}){spread}"]
+            return [
+                f"{name} = torch.full({shape_text(once.shape)}, {number_text(once.flatten()[0])}, dtype={dtype_text(x)}){spread}"
+            ]
         if once.numel() <= self.spare:
             self.spare -= once.numel()
             return literal(name, once, spread)
@@ -159,7 +171,10 @@ def _power(plain: Tensor, x: Tensor) -> float:
         return 1.0
     at = int(torch.where(x.isfinite(), plain, 0.0).abs().argmax())
     ratio = float(x.flatten()[at].double() / plain.flatten()[at])
-    return 2.0 ** round(float(torch.tensor(abs(ratio)).log2())) if 0 < ratio < float("inf") else 1.0
+    if not 0 < ratio < float("inf"):
+        return 1.0
+    fraction, exponent = math.frexp(ratio)
+    return math.ldexp(1.0, exponent if fraction > 0.75 else exponent - 1)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -213,7 +228,9 @@ def formula(mask: Mask, case: Case) -> str:
             return f"j < torch.tensor({list(lengths)})[b % {len(lengths)}]"
         case Document(lengths):
             ends = torch.tensor(lengths).cumsum(0).tolist()
-            return "torch.bucketize(i, {0}, right=True) == torch.bucketize(j, {0}, right=True)".format(f"torch.tensor({ends})")
+            return "torch.bucketize(i, {0}, right=True) == torch.bucketize(j, {0}, right=True)".format(
+                f"torch.tensor({ends})"
+            )
         case Prefix(length, align):
             return f"(j < {length}) | (j <= {_diagonal(align, case)})"
         case Strided(stride):

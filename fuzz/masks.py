@@ -8,7 +8,7 @@ Alignment says where the diagonal of a non-square score matrix lies: `top_left` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -49,7 +49,11 @@ class Mask:
     """A predicate. Subclasses are final, frozen, listed in KINDS; `axes` names the indices it depends on."""
 
     kind: ClassVar[str]
-    axes: str
+
+    @property
+    def axes(self) -> str:
+        """The indices, of b, h, q and k, that the mask depends on."""
+        raise NotImplementedError
 
     def keep(self, at: Grid) -> Tensor:
         """True where attention is allowed; broadcastable to (B, H, Lq, Lk)."""
@@ -66,16 +70,10 @@ class Mask:
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> Tensor:
         """Boolean tensor with size 1 on every axis the mask does not depend on."""
-        at = Grid.of(
-            B if "b" in self.axes else 1,
-            H if "h" in self.axes else 1,
-            Lq if "q" in self.axes else 1,
-            Lk if "k" in self.axes else 1,
-            device,
-        )
-        at = Grid(at.b, at.h, at.i, at.j, Lq, Lk)
-        shape = (at.b.numel(), at.h.numel(), at.i.numel(), at.j.numel())
-        return self.keep(at).expand(shape).contiguous()
+        shape = tuple(n if axis in self.axes else 1 for axis, n in zip("bhqk", (B, H, Lq, Lk), strict=True))
+        at = replace(Grid.of(*shape, device=device), Lq=Lq, Lk=Lk)
+        keep: Tensor = self.keep(at).expand(shape)
+        return keep.contiguous()
 
     def blocks(self, B: int, H: int, Lq: int, Lk: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
         """(any, all) per tile, (B|1, H|1, ceil(Lq/block_q), ceil(Lk/block_k)): tile has a live pair; is all live."""
@@ -83,7 +81,7 @@ class Mask:
         pad = (0, -Lk % block_k, 0, -Lq % block_q)
 
         def tiles(x: Tensor, fill: bool) -> Tensor:
-            y = torch.nn.functional.pad(x, pad, value=fill)
+            y: Tensor = torch.nn.functional.pad(x, pad, value=fill)
             return y.unflatten(3, (-1, block_k)).unflatten(2, (-1, block_q)).transpose(3, 4)
 
         return tiles(keep, False).any(-1).any(-1), tiles(keep, True).all(-1).all(-1)
@@ -101,7 +99,9 @@ class Mask:
         out: dict[str, Any] = {"kind": self.kind}
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            out[f.name] = value.to_json() if isinstance(value, Mask) else list(value) if isinstance(value, tuple) else value
+            out[f.name] = (
+                value.to_json() if isinstance(value, Mask) else list(value) if isinstance(value, tuple) else value
+            )
         return out
 
 
@@ -255,7 +255,7 @@ class BlockSparse(Mask):
         _check("axes", self.axes, self.axes in ("qk", "bqk", "hqk", "bhqk"), "be one of qk, bqk, hqk, bhqk")
 
     def keep(self, at: Grid) -> Tensor:
-        return _coin(self.seed, 1, at, self.axes, self.percent, self.block_q, self.block_k)
+        return _coin(self.seed, "block_sparse", at, self.axes, self.percent, self.block_q, self.block_k)
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class Random(Mask):
         _check("axes", self.axes, ok, "be a non-empty subset of bhqk in that order")
 
     def keep(self, at: Grid) -> Tensor:
-        keep = _coin(self.seed, 2, at, self.axes, self.percent)
+        keep = _coin(self.seed, "random", at, self.axes, self.percent)
         if self.dead_rows and "q" in self.axes:
-            keep = keep & ~_coin(self.seed, 3, at, self.axes.replace("k", ""), self.dead_rows)
+            keep = keep & ~_coin(self.seed, "dead_rows", at, self.axes.replace("k", ""), self.dead_rows)
         return keep
 
 
@@ -287,7 +287,7 @@ def _subset(axes: str) -> bool:
     return axes == "".join(c for c in "bhqk" if c in axes)
 
 
-def _coin(seed: int, stream: int, at: Grid, axes: str, percent: int, block_q: int = 1, block_k: int = 1) -> Tensor:
+def _coin(seed: int, stream: str, at: Grid, axes: str, percent: int, block_q: int = 1, block_k: int = 1) -> Tensor:
     """True with probability percent/100, a hash of the seed and of the indices named in `axes`."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=at.i.device)
     b, h = (at.b if "b" in axes else zero), (at.h if "h" in axes else zero)
@@ -305,7 +305,7 @@ class And(Mask):
     kind: ClassVar[str] = "and"
 
     @property
-    def axes(self) -> str:  # type: ignore[override]
+    def axes(self) -> str:
         return "".join(c for c in "bhqk" if c in self.first.axes + self.second.axes)
 
     def keep(self, at: Grid) -> Tensor:
@@ -321,7 +321,7 @@ class Or(Mask):
     kind: ClassVar[str] = "or"
 
     @property
-    def axes(self) -> str:  # type: ignore[override]
+    def axes(self) -> str:
         return "".join(c for c in "bhqk" if c in self.first.axes + self.second.axes)
 
     def keep(self, at: Grid) -> Tensor:
@@ -336,7 +336,7 @@ class Not(Mask):
     kind: ClassVar[str] = "not"
 
     @property
-    def axes(self) -> str:  # type: ignore[override]
+    def axes(self) -> str:
         return self.inner.axes
 
     def keep(self, at: Grid) -> Tensor:
@@ -348,18 +348,30 @@ KINDS: dict[str, type[Mask]] = {
 }
 
 
-def mask_from_json(data: object) -> Mask:
+MAX_DEPTH = 16
+"""Masks inside masks that a JSON object may have."""
+
+
+def mask_from_json(data: object, depth: int = 0) -> Mask:
     """The mask a JSON object describes; ValueError names the field that is wrong."""
-    if not isinstance(data, dict) or data.get("kind") not in KINDS:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"mask must be nested at most {MAX_DEPTH} deep")
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str) or data["kind"] not in KINDS:
         kind = data.get("kind") if isinstance(data, dict) else data
         raise ValueError(f"mask kind must be one of {', '.join(KINDS)}, got kind={kind!r}")
     cls = KINDS[data["kind"]]
     known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     extra = set(data) - known - {"kind"}
     if extra:
-        raise ValueError(f"mask {cls.kind} must have only the fields {', '.join(sorted(known)) or '(none)'}, got {sorted(extra)[0]!r}")
+        raise ValueError(
+            f"mask {cls.kind} must have only the fields {', '.join(sorted(known)) or '(none)'}, got {min(extra)!r}"
+        )
     values = {
-        name: mask_from_json(v) if name in ("first", "second", "inner") else tuple(v) if isinstance(v, list) else v
+        name: mask_from_json(v, depth + 1)
+        if name in ("first", "second", "inner")
+        else tuple(v)
+        if isinstance(v, list)
+        else v
         for name, v in data.items()
         if name != "kind"
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,37 @@ from .corpus import SCHEMA, Record, as_text, save, write_whole
 from .judge import Verdict
 from .session import Session
 
+KNOWN_OF_TARGET = ("interpreted", "bound", "unbound", "required", "returns_lse")
+"""What a failure file keeps of how the target was called, for a script to be written without loading it."""
+
 
 @dataclass(frozen=True)
 class FailedCase:
-    """A failing case, what is wrong with it, and the file that holds it."""
+    """A failing case, what is wrong with it, the file that holds it, and what is shown to a reader."""
 
     case: Case
     findings: tuple[Finding, ...]
     path: Path | None = None
+    text: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self, target: str) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The JSON object of a failure."""
         return {
             "case": self.case.to_json(),
             "findings": [f.to_json() for f in self.findings],
-            "replay": replay_line(self.path, target) if self.path else "",
+            "replay": replay_line(self.path) if self.path else "",
             **self.extra,
         }
 
 
 @dataclass
 class Outcome:
-    """Counts and failures of one target. `problems` say why too little was measured; `lost` are cases lost by the harness."""
+    """Counts and failures of one target.
+
+    `problems` say why too little was measured, `lost` are cases lost by the harness, `stop` is why the target did not run.
+    `report` shows the failures to a reader, `closing` the counts.
+    """
 
     target: str
     session: Session | None = None
@@ -52,10 +60,16 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    stop: Exit | None = None
+    interrupted: bool = False
+    report: str = ""
+    closing: str = ""
 
     @property
     def code(self) -> Exit:
         """The exit code of this target alone."""
+        if self.stop is not None:
+            return self.stop
         return worst(
             code
             for code, holds in (
@@ -98,7 +112,7 @@ class Outcome:
             "inexpressible": self.inexpressible,
             "seconds": round(self.seconds, 3),
             "seconds_to_first_failure": self.first_failure,
-            "failures": [f.to_json(self.target) for f in self.failures],
+            "failures": [f.to_json() for f in self.failures],
             "environment": s.info["environment"] if s else {},
             **self.extra,
         }
@@ -117,7 +131,7 @@ def write_json(path: Path | None, outcomes: Sequence[Outcome]) -> None:
 def record(session: Session, case: Case, findings: Sequence[Finding], preceding: Sequence[Case] = ()) -> Record:
     """The failure as it is written to disk, with what a script needs to call the target without loading it first."""
     info = session.info
-    how = {n: info[n] for n in ("interpreted", "bound", "unbound", "required", "returns_lse")}
+    how = {n: info[n] for n in KNOWN_OF_TARGET}
     return Record(
         target=session.target,
         case=case,
@@ -133,10 +147,14 @@ def record(session: Session, case: Case, findings: Sequence[Finding], preceding:
 class Keeper:
     """Saves failures the moment they are found; a later, smaller case of the same finding replaces its file."""
 
-    def __init__(self, session: Session, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
-        self.session, self.folder, self.say = session, folder, say
+    def __init__(self, session: Session, folder: Path) -> None:
+        self.session, self.folder = session, folder
         self._files: dict[str, Path] = {}
         self._made: set[Path] = set()
+
+    def file(self, key: str) -> Path | None:
+        """The file of a failure; None before it is saved."""
+        return self._files.get(key)
 
     def keep(self, key: str, case: Case, findings: Sequence[Finding], preceding: Sequence[Case] = ()) -> Path:
         """The file that now holds the failure `key`."""
@@ -148,11 +166,9 @@ class Keeper:
         self._files[key] = path
         if old in self._made and old not in self._files.values():
             old.unlink(missing_ok=True)  # files that an earlier run left are not ours to remove
-        if old is None:
-            self.say(f"found {key}: {path}")
         return path
 
 
-def replay_line(path: Path, target: str = "") -> str:
+def replay_line(path: Path) -> str:
     """The line to paste that runs a saved case again."""
     return f"flashproof replay {shlex.quote(str(path))}"

@@ -5,7 +5,7 @@ pytest loads this module in every run, so nothing heavy is imported before an it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,46 @@ import pytest
 
 DEFAULT_SECONDS = 30.0
 """Time for each target when neither examples nor seconds are given."""
+TARGET_HELP = "fuzz this callable (repeatable): package.module:attr, file.py:attr or a registered name"
+SECONDS_HELP = f"time for each target (default {DEFAULT_SECONDS:g} when no examples are asked for)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options that begin with --flashproof; without a target they do nothing."""
     group = parser.getgroup("flashproof", "fuzzing attention kernels")
-    group.addoption("--flashproof-target", action="append", default=[], metavar="TARGET", help="fuzz this callable (repeatable): package.module:attr, file.py:attr or a registered name")
-    group.addoption("--flashproof-examples", type=int, default=None, metavar="N", help="cases for each target")
-    group.addoption("--flashproof-seconds", type=float, default=None, metavar="S", help=f"time for each target (default {DEFAULT_SECONDS:g} when no examples are asked for)")
+    group.addoption("--flashproof-target", action="append", default=[], metavar="TARGET", help=TARGET_HELP)
+    group.addoption("--flashproof-examples", type=_count, default=None, metavar="N", help="cases for each target")
+    group.addoption("--flashproof-seconds", type=_seconds, default=None, metavar="S", help=SECONDS_HELP)
     group.addoption("--flashproof-seed", type=int, default=0, metavar="N", help="the same seed draws the same cases")
-    group.addoption("--flashproof-dialect", default="", metavar="NAME", help="signature the targets follow; recognised when left out")
+    group.addoption(
+        "--flashproof-dialect",
+        default="",
+        metavar="NAME",
+        help="signature the targets follow; recognised when left out",
+    )
     group.addoption("--flashproof-device", default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N")
-    group.addoption("--flashproof-contract", default="", metavar="SPEC", help="arithmetic promised, such as ieee or tf32")
+    group.addoption(
+        "--flashproof-contract", default="", metavar="SPEC", help="arithmetic promised, such as ieee or tf32"
+    )
     group.addoption("--flashproof-save", default="failures", metavar="DIR", help="where failing cases are written")
+
+
+def _count(text: str) -> int:
+    """A number of cases; argparse tells what is wrong with another."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """A time above zero."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}")
+    return seconds
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the items
@@ -50,17 +77,28 @@ class FuzzItem(pytest.Item):
 
     def fuzz(self) -> str:
         """What is wrong with the target; empty when nothing is."""
-        from .commands import Options
-        from .session import Budget, fuzz_target
+        from .commands import Exit, Options, Stop
+        from .hunting import Budget, hunted
+        from .session import header, opened
 
-        def get(name: str) -> Any:
-            return self.config.getoption(f"flashproof_{name}")
-
-        examples, seconds = get("examples"), get("seconds")
+        examples, seconds = self._option("examples"), self._option("seconds")
         if examples is None and seconds is None:
             seconds = DEFAULT_SECONDS
-        options = Options(get("dialect"), get("device"), get("contract"))
-        return fuzz_target(self.name, options, Budget(examples, seconds, get("seed")), Path(get("save")))
+        options = Options(self._option("dialect"), self._option("device"), self._option("contract"))
+        try:
+            with opened(self.name, options) as session:
+                said = header(session)
+                outcome = hunted(session, Budget(examples, seconds, self._option("seed")), Path(self._option("save")))
+        except Stop as e:
+            return f"{e.detail}\n{e.message}".strip()
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if outcome.code == Exit.RIGHT:
+            return ""
+        return "\n\n".join(text for text in ("\n".join(said), outcome.report, outcome.closing) if text)
+
+    def _option(self, name: str) -> Any:
+        return self.config.getoption(f"flashproof_{name}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The report alone: a traceback through flashproof tells a kernel's author nothing."""
@@ -69,6 +107,3 @@ class FuzzItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """The heading of a failure."""
         return self.path, None, f"flashproof {self.name}"
-
-
-__all__: Iterable[str] = ("FuzzItem", "pytest_addoption", "pytest_collection_modifyitems")

@@ -31,7 +31,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 return_lse, whose effect every case judges, and dropout_seed, which dropout uses."""
 
 
-def probe_keywords(binding: Binding, fn: Callable[..., Any], device: str = "cpu") -> tuple[dict[str, str], list[Finding]]:
+def probe_keywords(
+    binding: Binding, fn: Callable[..., Any], device: str = "cpu"
+) -> tuple[dict[str, str], list[Finding]]:
     """Per bound parameter what was seen, in words; and a finding for each that is accepted and ignored."""
     base, plain, why = _served(binding, fn, device)
     rows: dict[str, str] = {}
@@ -59,14 +61,21 @@ def _served(binding: Binding, fn: Callable[..., Any], device: str) -> tuple[Case
     for base in BASES:
         try:
             return base, _output(binding, fn, base, device), ""
-        except Exception as e:  # the target may raise anything; whether it should is for the fuzzer to judge
+        except Exception as e:  # noqa: BLE001 (the target may raise anything; whether it should is for the fuzzer to judge)
             reasons.append(f"{type(e).__name__}: {e}")
     return BASES[0], None, reasons[0]
 
 
 def _output(binding: Binding, fn: Callable[..., Any], case: Case, device: str) -> Tensor:
-    torch.manual_seed(case.seed)
+    seed_generators(case.seed, device)
     return call(binding, fn, build(case, device))["o"].clone()
+
+
+def seed_generators(seed: int, device: str) -> None:
+    """Seed the generators that a target on this device draws from. torch.manual_seed would queue a call for every absent backend."""
+    torch.default_generator.manual_seed(seed)
+    if device != "cpu":
+        torch.cuda.manual_seed_all(seed)
 
 
 def _effect(binding: Binding, fn: Callable[..., Any], case: Case, plain: Tensor, device: str) -> str:
@@ -74,7 +83,7 @@ def _effect(binding: Binding, fn: Callable[..., Any], case: Case, plain: Tensor,
         changed = _output(binding, fn, case, device)
     except Inexpressible as e:
         return f"not probed: {e}"
-    except Exception as e:  # as above
+    except Exception as e:  # noqa: BLE001 (as above)
         return f"not probed: {type(e).__name__}: {e}"
     return IGNORED if torch.equal(bits(plain), bits(changed)) else "changes the answer"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -12,8 +13,11 @@ from ..oracles.contract import contract_for
 from .commands import Exit, Options, Stop
 from .execute import DeviceAbsent, Runner, region_from_json
 from .judge import Judge
+from .nursery import WorkerError
 from .region import MASKS, Region
-from .worker import Worker, WorkerError
+from .worker import Worker
+
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ def opened(target: str, options: Options) -> Iterator[Session]:
 
 
 def _runner(target: str, options: Options) -> Runner | Worker:
-    given = {"dialect": options.dialect, "device": options.device or "cpu", "contract": options.contract}
+    dialect, device, contract = options.dialect, options.device or "cpu", options.contract
     try:
-        contract_for(options.contract, "float32", "cpu")  # a wrong spec is told before a child is started
-        return Runner(target, **given) if options.in_process else Worker(target, **given, log=options.log)
+        contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
+        if options.in_process:
+            return Runner(target, dialect=dialect, device=device, contract=contract)
+        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log)
     except DeviceAbsent as e:
         raise Stop(str(e), Exit.BLIND) from None
     except TargetError as e:
@@ -71,7 +77,9 @@ def narrowed(region: Region, declared: Region | None, options: Options) -> Regio
         region = replace(region, dtypes=dtypes)
     if options.max_len is not None:
         if options.max_len < region.min_len:
-            raise Stop(f"--max-len must be at least {region.min_len}, the shortest length that the target declares, got {options.max_len}")
+            raise Stop(
+                f"--max-len must be at least {region.min_len}, the shortest length that the target declares, got {options.max_len}"
+            )
         region = replace(region, max_len=min(region.max_len, options.max_len))
     return region
 
@@ -85,13 +93,18 @@ def header(session: Session) -> list[str]:
     rows = (
         ("target", session.target + (f": {info['summary']}" if info.get("summary") else "")),
         ("dialect", f"{info['dialect']}; uses {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
-        ("region", f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals"),
+        (
+            "region",
+            f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals",
+        ),
         ("drawn", short(session.region)),
         *(("contract", line) for line in contracts(session)),
         ("device", f"{info['device']} ({device}){interpreted}"),
         ("versions", ", ".join(f"{n} {v}" for n, v in versions.items()) + (f"; {system}" if system else "")),
     )
-    return [f"{name:9} {text}" for name, text in rows]
+    return [
+        line for name, text in rows for line in textwrap.wrap(f"{name:9} {text}", WIDTH, subsequent_indent=" " * 10)
+    ]
 
 
 def _names(names: list[str]) -> str:
@@ -111,14 +124,24 @@ def contracts(session: Session) -> list[str]:
 
 
 def _value(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float)
+        else "+".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def short(region: Region | None) -> str:
     """A region in a few words: what is served, then what is not."""
     if region is None:
         return "not declared"
-    dims = f"head dims {', '.join(map(str, region.head_dims))}" if region.head_dims else f"head dims to {region.max_head_dim}"
+    dims = (
+        f"head dims {', '.join(map(str, region.head_dims))}"
+        if region.head_dims
+        else f"head dims to {region.max_head_dim}"
+    )
     longest = "any length" if region.max_len >= Region().max_len else f"lengths to {region.max_len}"
     shortest = f" from {region.min_len}" if region.min_len else ""
     masks = "all masks" if set(region.masks) == set(MASKS) else f"masks {', '.join(region.masks) or 'none'}"

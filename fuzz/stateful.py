@@ -10,7 +10,7 @@ from .shrink import Budget, BudgetSpentError, shrink
 
 Fails = Callable[[Sequence[Case]], bool]
 """Whether, in a new process, the last of these cases fails after the others ran."""
-RUNS = Budget(probes=40, seconds=60.0)
+RUNS = Budget(probes=60, seconds=60.0)
 """A run here starts a process, which costs seconds."""
 
 
@@ -76,6 +76,6 @@ def _smaller(case: Case, best: list[Case], fails: Fails) -> Iterator[list[Case]]
         step //= 2
     for at in range(len(best)):
         first, last = best[:at], best[at + 1 :]
-        one = shrink(best[at], lambda c, a=first, b=last: fails([*a, c, *b, case]), Budget(probes=12, seconds=20.0))  # type: ignore[misc]
+        one = shrink(best[at], lambda c, a=first, b=last: fails([*a, c, *b, case]), Budget(probes=25, seconds=30.0))  # type: ignore[misc]
         best = [*first, one, *last]
         yield best

@@ -16,8 +16,23 @@ from hypothesis import strategies as st
 
 from . import ladders
 from .case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, SEQUENCES, Case
-from .ladders import fitting, gate, pick
-from .masks import ALIGNMENTS, And, BlockSparse, Causal, Document, Full, Mask, Not, Or, Padding, Prefix, Random, Strided, Window
+from .ladders import gate, pick, pick_within
+from .masks import (
+    ALIGNMENTS,
+    And,
+    BlockSparse,
+    Causal,
+    Document,
+    Full,
+    Mask,
+    Not,
+    Or,
+    Padding,
+    Prefix,
+    Random,
+    Strided,
+    Window,
+)
 from .region import MASKS, Region
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
@@ -26,19 +41,19 @@ Fields = dict[str, Any]
 
 FEATURES = {
     "sequence": 17, "dropout": 11, "softcap": 12, "bias": 25, "mask": 62, "layouts": 36, "lse_grad": 14, "requires_grad": 25,
-    "grad": 15, "scale": 22, "dv": 20, "data": 64, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
+    "grad": 15, "scale": 22, "dv": 20, "data": 64, "empty": 8, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
 }  # fmt: skip
 """What can be switched off, and in how many of a hundred cases it is on where nothing forbids it.
 
-backward: gradients at all; gqa: several heads per key head; lq: Lq other than Lk; dv: Dv other than D; nonfinite: the
-regimes with NaN and Inf. Those with 100 are ordinary sizes and data, which come up by themselves.
+backward: gradients at all; gqa: several heads per key head; lq: Lq other than Lk; dv: Dv other than D; empty: B, Lq or Lk
+zero; nonfinite: the regimes with NaN and Inf. Those with 100 are ordinary sizes and data, which come up by themselves.
 """
 CHOICES = (
     "sequence", "dropout", "softcap", "bias", "bias_axes", "bias_grad", "mask", "form", "mask_axes", "fill",
     "kind", "one", "1a", "1b", "1c", "two", "2a", "2b", "2c",
     "layouts", "layout_mask", "layout_q", "layout_k", "layout_v", "layout_do",
-    "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "dtype",
-    "shape", "B", "Hkv", "G", "D", "Lk", "Lk+", "Lq", "Lq+", "seed", "seed2",
+    "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "empty", "dtype",
+    "shape", "B", "Hkv", "G", "D", "Lk", "Lk+", "Lq", "Lq+", "seed2", "seed",
 )  # fmt: skip
 """What each byte chooses; earlier ones are shrunk with priority."""
 
@@ -57,8 +72,8 @@ class Menu:
     features: frozenset[str]
     structures: tuple[str, ...]  # kinds of mask other than none
     data: tuple[str, ...]
+    lengths: tuple[int, ...]
     widths: tuple[int, ...]
-    batches: tuple[int, ...]
 
 
 def _menu(region: Region, max_len: int, features: frozenset[str]) -> Menu:
@@ -68,8 +83,8 @@ def _menu(region: Region, max_len: int, features: frozenset[str]) -> Menu:
         features,
         structures=ladders.weighted((n, w) for n, w in _STRUCTURES if n in region.masks),
         data=tuple(n for n in DATA[1:] if "nonfinite" in features or not n.startswith("nonfinite")),
+        lengths=ladders.lengths(region.min_len, max_len),
         widths=ladders.widths(region.head_dims, region.max_head_dim),
-        batches=tuple(b for b in ladders.BATCHES if b >= region.min_len) or (region.min_len,),
     )
 
 
@@ -80,8 +95,11 @@ class Choices:
     menu: Menu
     bytes: dict[str, int]
 
-    def pick(self, name: str, table: Sequence[Entry], count: int = 0) -> Entry:
-        return pick(table, self.bytes[name], count)
+    def pick(self, name: str, table: Sequence[Entry]) -> Entry:
+        return pick(table, self.bytes[name])
+
+    def within(self, name: str, table: Sequence[int], most: int) -> int:
+        return pick_within(table, self.bytes[name], most)
 
     def whole(self, name: str, most: int) -> int:
         """0..most."""
@@ -103,15 +121,17 @@ def cases(
 ) -> st.SearchStrategy[Case]:
     """A strategy for cases inside a region, small ones most often, shrinking towards `Case()`.
 
-    dtypes and masks narrow the region's (names as in Region); max_len bounds Lq and Lk (default 300, or the region's).
+    dtypes and masks narrow a declared region's (names as in Region); max_len bounds Lq and Lk (default 300, or the region's).
     `features` are the only ones of FEATURES that may appear, `without` those that may not. No case needs more than
     MAX_ORACLE_BYTES to judge. ValueError names an unknown word, or says what leaves nothing to draw.
     """
     dtypes = _known("dtypes", dtypes, DTYPES, region.dtypes if dtypes is None else DTYPES)
-    if outside := [d for d in dtypes if d not in region.dtypes]:
+    if region != Region() and (outside := [d for d in dtypes if d not in region.dtypes]):
         raise ValueError(f"dtypes must lie inside the region ({', '.join(region.dtypes)}), got {outside[0]!r}")
     wanted = _known("masks", masks, MASKS, MASKS)
-    chosen = set(_known("features", features, FEATURES, tuple(FEATURES))) - set(_known("without", without, FEATURES, ()))
+    chosen = set(_known("features", features, FEATURES, tuple(FEATURES))) - set(
+        _known("without", without, FEATURES, ())
+    )
     narrowed = replace(region, dtypes=dtypes, masks=tuple(m for m in MASKS if m in wanted and m in region.masks))
     most = min(region.max_len, 300) if max_len is None else min(region.max_len, max_len)
     allowed = frozenset(chosen & _served(narrowed))
@@ -136,7 +156,7 @@ def _served(region: Region) -> set[str]:
     serves = {
         "mask": set(region.masks) != {"none"}, "layouts": region.layouts, "scale": region.scale, "dv": region.dv_differs,
         "lse_grad": region.lse and region.lse_grad, "softcap": region.softcap, "bias": region.bias, "dropout": region.dropout,
-        "gqa": region.gqa, "lq": region.lq_differs, "backward": region.backward,
+        "gqa": region.gqa, "lq": region.lq_differs, "backward": region.backward, "empty": region.min_len == 0,
     }  # fmt: skip
     return {name for name in FEATURES if serves.get(name, True)}
 
@@ -144,7 +164,9 @@ def _served(region: Region) -> set[str]:
 def _check(r: Region, max_len: int, features: frozenset[str]) -> None:
     """ValueError where there is nothing to draw, or the smallest case is too large to judge."""
     if not r.dtypes or not r.masks:
-        raise ValueError(f"cases must have a dtype and a mask to draw, got dtypes={list(r.dtypes)}, masks={list(r.masks)}")
+        raise ValueError(
+            f"cases must have a dtype and a mask to draw, got dtypes={list(r.dtypes)}, masks={list(r.masks)}"
+        )
     if max_len < max(r.min_len, 1):
         raise ValueError(f"max_len must be at least {max(r.min_len, 1)}, got max_len={max_len}")
     widths = ladders.widths(r.head_dims, r.max_head_dim)
@@ -153,8 +175,10 @@ def _check(r: Region, max_len: int, features: frozenset[str]) -> None:
     if "mask" not in features and "none" not in r.masks:
         raise ValueError(f"masks must include 'none' where the feature 'mask' is off, got masks={list(r.masks)}")
     least = max(r.min_len, 1)
-    if oracle_bytes(Case(B=least, Lq=least, Lk=least, D=widths[0], Dv=widths[0])) > MAX_ORACLE_BYTES:
-        raise ValueError(f"the smallest case must need at most {MAX_ORACLE_BYTES} bytes to judge, got min_len={r.min_len}")
+    if oracle_bytes(Case(Lq=least, Lk=least, D=widths[0], Dv=widths[0])) > MAX_ORACLE_BYTES:
+        raise ValueError(
+            f"the smallest case must need at most {MAX_ORACLE_BYTES} bytes to judge, got min_len={r.min_len}"
+        )
 
 
 def decode(menu: Menu, data: bytes) -> Case:
@@ -163,10 +187,10 @@ def decode(menu: Menu, data: bytes) -> Case:
     fields: Fields = {"dtype": at.pick("dtype", menu.region.dtypes), "seed": at.bytes["seed"] + 256 * at.bytes["seed2"]}
     fields |= _layouts(at)
     fields |= _sizes(at, packed=all(fields.get(f"layout_{t}") == "packed" for t in "qkv"))
+    fields |= _numbers(at)
     fields |= _mask(at, fields)
     fields |= _bias(at)
     fields |= _backward(at, fields)
-    fields |= _numbers(at)
     if "layout_q" in fields and (fields["bias"] or fields.get("mask_form", "flags") != "flags"):
         fields["layout_mask"] = at.pick("layout_mask", ladders.MASK_LAYOUTS)
     if (byte := at.on("sequence")) is not None:
@@ -176,7 +200,12 @@ def decode(menu: Menu, data: bytes) -> Case:
 
 def _numbers(at: Choices) -> Fields:
     """Data regime, scale, softcap and dropout."""
-    tables: dict[str, Sequence[Any]] = {"data": at.menu.data, "scale": ladders.SCALES, "softcap": ladders.SOFTCAPS, "dropout": ladders.DROPOUTS}
+    tables: dict[str, Sequence[Any]] = {
+        "data": at.menu.data,
+        "scale": ladders.SCALES,
+        "softcap": ladders.SOFTCAPS,
+        "dropout": ladders.DROPOUTS,
+    }
     chosen = {name: (table, at.on(name)) for name, table in tables.items()}
     return {name: pick(table, byte) for name, (table, byte) in chosen.items() if byte is not None}
 
@@ -198,7 +227,7 @@ def _layouts(at: Choices) -> Fields:
 def _sizes(at: Choices, packed: bool) -> Fields:
     """B, Hq, Hkv, Lq, Lk, D and Dv with B * Hq * Lq * Lk * max(D, Dv) within a budget, as far as the region allows.
 
-    Packed q, k and v get equal lengths and widths, and so one storage.
+    Packed q, k and v get equal lengths and widths, and so one storage. Empty sizes count as one in the budget.
     """
     menu = at.menu
     first, left, longest = at.pick("shape", ladders.SHAPES)
@@ -206,60 +235,58 @@ def _sizes(at: Choices, packed: bool) -> Fields:
     for what in (first, *(w for w in ("length", "width", "heads") if w != first)):
         reserved = left // menu.widths[0] if "D" not in out else left
         if what == "length":
-            out |= _lengths(at, min(menu.max_len, longest), reserved, "lq" in menu.features and not packed)
-            left //= max(out["Lq"], 1) * max(out["Lk"], 1)
+            out |= _lengths(at, min(longest, menu.max_len), reserved, "lq" in menu.features and not packed)
+            left //= out["Lq"] * out["Lk"]
         elif what == "width":
             out |= _widths(at, left, packed)
             left //= max(out["D"], out["Dv"])
         else:
             out |= _heads(at, reserved)
-            left //= max(out["B"], 1) * out["Hq"]
-    return out
+            left //= out["B"] * out["Hq"]
+    empty = at.on("empty")
+    return out if empty is None else out | {name: 0 for name in ("B", "Lq", "Lk") if name in pick(ladders.EMPTY, empty)}
 
 
 def _lengths(at: Choices, longest: int, area: int, differ: bool) -> Fields:
     """Lk, and Lq with Lq * Lk within the area; in a third of the cases Lq is Lk, beside it or twice as long."""
-    least = at.menu.region.min_len
-    table = ladders.lengths(least, longest := max(longest, least))
+    least = max(at.menu.region.min_len, 1)
     if not differ:
-        side = int(area**0.5)
-        n = _filled(at, "Lk", at.pick("Lk", table, fitting(table, side)), min(longest, side))
+        n = _length(at, "Lk", at.bytes["Lk"], min(longest, int(area**0.5)))
         return {"Lq": n, "Lk": n}
-    Lk = _filled(at, "Lk", at.pick("Lk", table, fitting(table, area)), min(longest, area))
-    most = min(longest, area // max(Lk, 1))
+    Lk = _length(at, "Lk", at.bytes["Lk"], min(longest, area))
+    most = min(longest, area // Lk)
     near = [n for n in (Lk, Lk, Lk + 1, Lk - 1, 2 * Lk) if least <= n <= most]
-    byte = gate(33, at.bytes["Lq"]) if near else None
-    if byte is not None:
+    byte = gate(33, at.bytes["Lq"])
+    if byte is not None and near:
         return {"Lq": pick(near, byte), "Lk": Lk}
-    free = at.bytes["Lq"] * 3 // 2 if near else at.bytes["Lq"]
-    return {"Lq": _filled(at, "Lq", pick(table, min(free, 255), fitting(table, most)), most), "Lk": Lk}
+    return {"Lq": _length(at, "Lq", min(at.bytes["Lq"] * 3 // 2, 255), most), "Lk": Lk}
 
 
-def _filled(at: Choices, name: str, n: int, most: int) -> int:
-    """A length of the table, or in a third of the cases one up to `coarse` above it."""
-    byte = gate(33, at.bytes[name + "+"])
-    return n if byte is None else max(n, min(n + 1 + (byte * (ladders.coarse(most) - 1) >> 8), most))
+def _length(at: Choices, name: str, byte: int, most: int) -> int:
+    """A length of the table, in a third of the cases plus what lies between its multiples of `coarse`."""
+    n = pick_within(at.menu.lengths, byte, most)
+    more = gate(33, at.bytes[name + "+"])
+    return n if more is None else max(n, min(n + 1 + (more * (ladders.coarse(at.menu.max_len) - 1) >> 8), most))
 
 
-def _widths(at: Choices, left: int, packed: bool) -> Fields:
+def _widths(at: Choices, most: int, packed: bool) -> Fields:
     """D, and Dv, which differs where the feature dv is on."""
-    table, count = at.menu.widths, fitting(at.menu.widths, left)
-    D, byte = at.pick("D", table, count), at.on("dv")
-    return {"D": D, "Dv": D if byte is None or packed else pick(table, byte, count)}
+    D, byte = at.within("D", at.menu.widths, most), at.on("dv")
+    return {"D": D, "Dv": D if byte is None or packed else pick_within(at.menu.widths, byte, most)}
 
 
-def _heads(at: Choices, left: int) -> Fields:
-    """B, Hkv and Hq, with B * Hq up to `left`."""
-    ratios = ladders.RATIOS if "gqa" in at.menu.features else (1,)
-    G = at.pick("G", ratios, fitting(ratios, left))
-    Hkv = at.pick("Hkv", ladders.KV_HEADS, fitting(ladders.KV_HEADS, left // G))
-    B = at.pick("B", at.menu.batches, fitting(at.menu.batches, left // (G * Hkv)))
+def _heads(at: Choices, most: int) -> Fields:
+    """B, Hkv and Hq, with B * Hq up to `most`."""
+    G = at.within("G", ladders.RATIOS, most) if "gqa" in at.menu.features else 1
+    Hkv = at.within("Hkv", ladders.KV_HEADS, most // G)
+    B = at.within("B", ladders.BATCHES, most // (G * Hkv))
     return {"B": B, "Hkv": Hkv, "Hq": Hkv * G}
 
 
 def _mask(at: Choices, sizes: Fields) -> Fields:
-    """A mask other than none, as the dialect's keyword or as a dense tensor."""
-    byte = at.bytes["mask"] if "none" not in at.menu.region.masks else at.on("mask")
+    """A mask other than none, as the dialect's keyword or as a dense tensor; NaN in masked-out keys needs one."""
+    forced = "none" not in at.menu.region.masks or sizes.get("data") == "nonfinite_masked"
+    byte = at.bytes["mask"] if forced else at.on("mask")
     if byte is None or "mask" not in at.menu.features:
         return {}
     structure = pick(at.menu.structures, byte)
@@ -270,8 +297,7 @@ def _mask(at: Choices, sizes: Fields) -> Fields:
     form = "additive" if structure == "additive" else at.pick("form", ("bool", "bool", "flags"))
     mask = _dense(at, at.pick("kind", _DENSE_FLAGS if form == "flags" else _DENSE), sizes)
     fill = at.pick("fill", MASK_FILLS) if form == "additive" else MASK_FILLS[0]
-    axes = gate(70, at.bytes["mask_axes"])
-    return {"mask": mask, "mask_form": form, "mask_fill": fill, "mask_axes": "" if axes is None else pick(ladders.AXES, axes)}
+    return {"mask": mask, "mask_form": form, "mask_fill": fill, "mask_axes": at.pick("mask_axes", ladders.AXES)}
 
 
 def _dense(at: Choices, kind: str, sizes: Fields) -> Mask:

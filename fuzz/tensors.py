@@ -10,11 +10,16 @@ from torch import Tensor
 from . import layouts, values
 from .case import Case
 from .hashing import uniform_bits
-from .layouts import LAYOUT_RULES, Damage, Guarded, Layout, Shape
+from .layouts import Damage, Guarded, Layout, Shape, layout
 from .masks import Full
 from .region import mask_kind
 
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 APART = frozenset({"none", "causal_top_left", "causal_bottom_right", "window"})
 """Structural mask kinds that a dialect may carry by keywords, without a dense tensor."""
 
@@ -73,12 +78,13 @@ class Inputs:
 
     def _merge(self, keep: Tensor) -> Tensor:
         if self.bias is None and self.case.mask_form != "additive":
-            return self._hold("mask", keep, torch.bool)
+            return self.hold("mask", keep, torch.bool)
         dtype = TORCH_DTYPES[self.case.dtype]
         base = keep.new_zeros((), dtype=dtype) if self.bias is None else layouts.unexpanded(self.bias)
-        return self._hold("mask", torch.where(keep, base, -torch.inf), dtype)
+        return self.hold("mask", torch.where(keep, base, -torch.inf), dtype)
 
-    def _hold(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def hold(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """A mask or bias as a guarded tensor of its own."""
         block = _hold_mask(self.case, name, value, dtype, self.device, self.guards)
         self.blocks.append(block)
         return block.tensor(name)
@@ -106,11 +112,19 @@ def build(case: Case, device: str = "cpu", guards: bool = True) -> Inputs:
     return inputs
 
 
+Device = str | torch.device
+Corner = tuple[int, int, int, int]
+
+
 def dropout_keep(
-    seed: int, B: int, H: int, Lq: int, Lk: int, p: float, device: str | torch.device = "cpu", *, first: tuple[int, int, int, int] = (0, 0, 0, 0)
-) -> Tensor:  # fmt: skip
+    seed: int, B: int, H: int, Lq: int, Lk: int, p: float, device: Device = "cpu", *, first: Corner = (0, 0, 0, 0)
+) -> Tensor:
     """bool (B, H, Lq, Lk), False with probability p, a hash of (seed, b, h, i, j); `first` are the indices of its corner."""
-    index = [torch.arange(a, a + n, device=device).view([n if c == d else 1 for c in range(4)]) for d, (a, n) in enumerate(zip(first, (B, H, Lq, Lk), strict=True))]  # fmt: skip
+    index = []
+    for axis, (start, n) in enumerate(zip(first, (B, H, Lq, Lk), strict=True)):
+        shape = [1, 1, 1, 1]
+        shape[axis] = n
+        index.append(torch.arange(start, start + n, device=device).view(shape))
     return uniform_bits(seed, "dropout", *index) >= round(p * (1 << 31))
 
 
@@ -137,7 +151,7 @@ def _storages(case: Case) -> list[tuple[str, ...]]:
 
 def _block(case: Case, names: tuple[str, ...], device: str, guards: bool) -> Guarded:
     shapes = [_shape(case, name) for name in names]
-    where = layouts.packed(shapes) if len(names) > 1 else [LAYOUT_RULES[getattr(case, f"layout_{names[0]}")](shapes[0])]
+    where = layouts.packed(shapes) if len(names) > 1 else [layout(getattr(case, f"layout_{names[0]}"), shapes[0])]
     numbers = [_numbers(case, name) for name in names]
     return Guarded.hold(names, where, numbers, TORCH_DTYPES[case.dtype], device, guards)
 
@@ -205,7 +219,7 @@ def _add_mask_and_bias(inputs: Inputs) -> None:
         keep = case.mask.dense(case.B, case.Hq, case.Lq, case.Lk).expand(_sizes(case, case.mask.axes + case.mask_axes))
     additive = _additive(case, keep)
     if additive is not None:
-        inputs.bias = inputs._hold("bias", additive, TORCH_DTYPES[case.dtype])
+        inputs.bias = inputs.hold("bias", additive, TORCH_DTYPES[case.dtype])
     if keep is not None and not soft(case):
         inputs.keep = keep.to(inputs.device)
 
@@ -218,13 +232,15 @@ def _additive(case: Case, keep: Tensor | None) -> Tensor | None:
     exact = torch.from_numpy(values.bias(case.bias, case.seed, own))
     if keep is None:
         return exact
-    return torch.where(keep, exact, _fill(case)) if soft(case) else exact.expand(torch.broadcast_shapes(own, keep.shape))
+    return (
+        torch.where(keep, exact, _fill(case)) if soft(case) else exact.expand(torch.broadcast_shapes(own, keep.shape))
+    )
 
 
 def _hold_mask(case: Case, name: str, value: Tensor, dtype: torch.dtype, device: str, guards: bool) -> Guarded:
     """A mask or bias in its own layout; expanded, the batch and head axes it lacks have full size and stride 0."""
     shape = tuple(value.shape)
-    where = LAYOUT_RULES["contiguous" if case.layout_mask == "expand" else case.layout_mask](shape)
+    where = layout("contiguous" if case.layout_mask == "expand" else case.layout_mask, shape)
     if case.layout_mask == "expand":
         full = (case.B, case.Hq, *shape[2:])
         strides = tuple(0 if n != m else s for n, m, s in zip(shape, full, where.strides, strict=True))
@@ -236,6 +252,8 @@ def _lse_gradient(inputs: Inputs) -> Tensor:
     case = inputs.case
     shape = (case.B, case.Hq, case.Lq, 1)
     numbers = torch.from_numpy(values.Place.of(case.seed, "dlse", case.dtype, shape).normal())
-    block = Guarded.hold(("dlse",), (LAYOUT_RULES["contiguous"](shape),), (numbers,), torch.float32, inputs.device, inputs.guards)
+    block = Guarded.hold(
+        ("dlse",), (layout("contiguous", shape),), (numbers,), torch.float32, inputs.device, inputs.guards
+    )
     inputs.blocks.append(block)
     return block.tensor("dlse")[..., 0]

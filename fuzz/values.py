@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +53,14 @@ def trailing_zeros(bits: Index) -> Index:
     return np.where(low == 0, 31, np.frexp(low.astype(np.float64))[1] - 1).astype(np.int64)
 
 
+@lru_cache(maxsize=4096)
+def _axis(n: int, axis: int) -> Index:
+    """0..n-1 along one of four axes."""
+    index = np.arange(n, dtype=np.int64).reshape([n if a == axis else 1 for a in range(4)])
+    index.setflags(write=False)
+    return index
+
+
 @dataclass(frozen=True)
 class Place:
     """Where numbers are wanted: a tensor of a case and its indices b (B,1,1,1), h (1,H,1,1), i (1,1,L,1), d (1,1,1,D)."""
@@ -64,13 +74,13 @@ class Place:
     d: Index
 
     @classmethod
-    def of(cls, seed: int, tensor: str, dtype: str, shape: tuple[int, int, int, int]) -> Place:
-        axes = [np.arange(n, dtype=np.int64).reshape([n if a == c else 1 for c in range(4)]) for a, n in enumerate(shape)]
-        return cls(seed, tensor, dtype, *axes)
+    def of(cls, seed: int, tensor: str, dtype: str, shape: tuple[int, ...]) -> Place:
+        """The whole tensor of that shape."""
+        return cls(seed, tensor, dtype, *(_axis(n, a) for a, n in enumerate(shape)))
 
     def bits(self, use: int = 0, axes: str = "bhid") -> Index:
         """31 uniform bits for each element; those that differ in no index of `axes` share theirs."""
-        index = [getattr(self, a) if a in axes else np.zeros((1, 1, 1, 1), np.int64) for a in "bhid"]
+        index = [getattr(self, a) if a in axes else _axis(1, 0) for a in "bhid"]
         return uniform_bits(self.seed, STREAMS[self.tensor] + 64 * use, *index)
 
     def normal(self, use: int = 0, axes: str = "bhid") -> Array:
@@ -86,7 +96,7 @@ def _powers(exponent: Array) -> Array:
     return np.ldexp(1.0, np.rint(exponent).astype(np.int64))
 
 
-def _channel0(at: Place, first: Array | float, rest: Array) -> Array:
+def _channel0(at: Place, first: NDArray[Any] | float, rest: Array) -> Array:
     return np.where(at.d == 0, first, rest)
 
 
@@ -259,14 +269,16 @@ _BIAS_SIZES = {"": 0.0, "normal": 1.0, "large": 64.0, "negative": -8.0}
 
 def bias(kind: str, seed: int, shape: tuple[int, ...]) -> Array:
     """Additive values over (b, h, query, key): normal, 64 times that, or -8 times its magnitude."""
-    x = Place.of(seed, "bias", "", shape).normal()  # type: ignore[arg-type]
+    x = Place.of(seed, "bias", "", shape).normal()
     return (np.abs(x) if kind == "negative" else x) * _BIAS_SIZES[kind]
 
 
 NONFINITE = (float("nan"), float("inf"), float("-inf"))
 
 
-def live_plant(seed: int, tensor: str, live: NDArray[np.bool_], width: int) -> tuple[tuple[int, int, int, int], float] | None:
+def live_plant(
+    seed: int, tensor: str, live: NDArray[np.bool_], width: int
+) -> tuple[tuple[int, int, int, int], float] | None:
     """Where regime `nonfinite` puts one non-finite number in a tensor, and which; None where it puts none.
 
     live (B, H, L): the rows that take part. The place is clamped into the tensor, so that it stays while sizes shrink.

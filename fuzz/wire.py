@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -66,14 +65,18 @@ def receive(fd: int, deadline: float | None = None) -> tuple[dict[str, Any], dic
 def _bytes(x: Tensor) -> memoryview:
     if not x.numel():
         return memoryview(b"")
-    array: numpy.ndarray[Any, Any] = x.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array).cast("B")
+    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _tensor(body: bytearray, dtype: torch.dtype, at: int, shape: list[int], count: int) -> Tensor:
     if not count:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(body, dtype=torch.uint8, offset=at, count=count * dtype.itemsize).clone().view(dtype).view(shape)
+    return (
+        torch.frombuffer(body, dtype=torch.uint8, offset=at, count=count * dtype.itemsize)
+        .clone()
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -6,33 +6,25 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from ..impls.loading import TargetError
 from ..oracles.finding import Finding
 from . import wire
 from .case import Case
 from .execute import DeviceAbsent, Execution
+from .nursery import START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
 
-START_SECONDS = 120.0
-"""For importing torch and the target, and for compiling what it compiles at import: apart from every case's deadline."""
 DEADLINE = 60.0
 GROWTH = 1 << 30
 """A child whose resident memory grew by this much is replaced between two cases."""
 HISTORY = 32
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 """Nothing that a target computes raises these in itself: the case is run again before the target is blamed."""
-LAST_LINES = 20
-
-
-class WorkerError(Exception):
-    """No child can be started, through no fault of the target."""
 
 
 class Worker:
@@ -43,7 +35,14 @@ class Worker:
     """
 
     def __init__(
-        self, target: str, *, dialect: str = "", device: str = "cpu", contract: str = "", log: Path | None = None, deadline: float = DEADLINE
+        self,
+        target: str,
+        *,
+        dialect: str = "",
+        device: str = "cpu",
+        contract: str = "",
+        log: Path | None = None,
+        deadline: float = DEADLINE,
     ) -> None:
         self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
         self.deadline = deadline
@@ -73,9 +72,10 @@ class Worker:
         child = self._start()
         try:
             message, _ = child.ask({"op": "probe"}, time.monotonic() + self.deadline)
-        except (wire.Closed, wire.Late):
+        except (wire.Closed, wire.Late, wire.Garbled) as e:
             self._drop()
-            return {}, []
+            reason = "took too long" if isinstance(e, wire.Late) else "the process died"
+            return dict.fromkeys(self.info["bound"], f"not probed: {reason}"), []
         return message["rows"], [Finding.from_json(f) for f in message["findings"]]
 
     def restart(self) -> None:
@@ -89,15 +89,17 @@ class Worker:
             self._log.close()
             self._log = None
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             self._drop()
+        except Exception:  # noqa: BLE001, S110 (at the interpreter's end the modules may be gone; the child sees its pipe close)
+            pass
 
     def _start(self) -> _Child:
         if self._child is None:
@@ -114,7 +116,12 @@ class Worker:
         started = time.monotonic()
         try:
             child = self._start()
-        except (WorkerError, TargetError, DeviceAbsent, ValueError) as e:  # it started before: the target's import is not to blame
+        except (
+            WorkerError,
+            TargetError,
+            DeviceAbsent,
+            ValueError,
+        ) as e:  # it started before: the target's import is not to blame
             return Execution("infrastructure", message=f"no new child could be started: {e}")
         started = time.monotonic()
         self.history.append(case)
@@ -131,7 +138,7 @@ class Worker:
 
     def _death(self, out: Execution, child: _Child) -> Execution:
         self.deaths += 1
-        out.printed = child.last_lines()
+        out.printed = last_lines(child.printed.fileno())
         self._drop()
         return out
 
@@ -160,7 +167,13 @@ class _Child:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.printed: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (lives as long as the child)
-        self.process, self.requests, self.replies = _spawn(self.printed.fileno(), arguments["device"])
+        try:
+            self.nursery = nursery()
+            self.pid, self.requests, self.replies = self._fork()
+        except WorkerError:
+            self.printed.close()
+            raise
+        self.ended = False
         deadline = time.monotonic() + START_SECONDS
         self.greeted = False
         try:
@@ -168,13 +181,26 @@ class _Child:
             wire.send(self.requests, {"runner": arguments})
             message, _ = wire.receive(self.replies, deadline)
         except (wire.Closed, wire.Late, wire.Garbled) as e:
-            text = self._no_start(e, arguments["target"])
+            reason = self._no_start(e, arguments["target"])
             self.end()
-            raise text from None
+            raise reason from None
         if "error" in message:
             self.end()
             raise _error(message)
         self.info, self.rss = message["info"], message["rss"]
+
+    def _fork(self) -> tuple[int, int, int]:
+        child_in, requests = os.pipe()
+        replies, child_out = os.pipe()
+        try:
+            return self.nursery.fork(child_in, child_out, self.printed.fileno()), requests, replies
+        except WorkerError:
+            os.close(requests)
+            os.close(replies)
+            raise
+        finally:
+            os.close(child_in)
+            os.close(child_out)
 
     def _hello(self, deadline: float) -> None:
         message, _ = wire.receive(self.replies, deadline)
@@ -185,7 +211,7 @@ class _Child:
     def _no_start(self, error: Exception, target: str) -> Exception:
         """Before the hello nothing of the target has run; after it the target's import is what died."""
         ending = "took too long" if isinstance(error, wire.Late) else self.obituary().message
-        lines = self.last_lines()
+        lines = last_lines(self.printed.fileno())
         if not self.greeted:
             return WorkerError(f"the worker's child did not start ({ending}): {lines.strip() or 'it printed nothing'}")
         return TargetError(f"target {target} could not be imported: {ending}", lines)
@@ -197,26 +223,23 @@ class _Child:
 
     def obituary(self) -> Execution:
         """How the child died, as an execution."""
-        try:
-            code = self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
+        code = self.nursery.wait(self.pid)
+        self.ended = code != STILL_ALIVE
+        if not self.ended:
             return Execution("crashed", message="closed its pipe")
         if code >= 0:
             return Execution("crashed", message=f"exited with code {code}")
         kind = _Killed if -code in OUTSIDE_SIGNALS else Execution
         return kind("crashed", message=signal.Signals(-code).name)
 
-    def last_lines(self) -> str:
-        """The end of what it printed."""
-        size = os.fstat(self.printed.fileno()).st_size
-        text = os.pread(self.printed.fileno(), 8192, max(0, size - 8192)).decode(errors="replace")
-        return "".join(text.splitlines(keepends=True)[-LAST_LINES:])
-
     def end(self) -> None:
         """Kill its process group and release its pipes."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        for kill in (os.killpg, os.kill):  # the process itself too: it may not have had the time to make its group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+        if not self.ended:
+            with contextlib.suppress(WorkerError):
+                self.nursery.wait(self.pid)
         for fd in (self.requests, self.replies):
             os.close(fd)
         self.printed.close()
@@ -231,35 +254,3 @@ def _error(message: dict[str, Any]) -> Exception:
         case "usage":
             return ValueError(message["sentence"])
     return WorkerError(f"the worker's child did not start: {message['sentence']}")
-
-
-def _spawn(printed: int, device: str) -> tuple[subprocess.Popen[bytes], int, int]:
-    """A child in a process group of its own, and the ends of its pipes: (process, requests, replies)."""
-    child_in, requests = os.pipe()
-    replies, child_out = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.child", str(child_in), str(child_out)],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            pass_fds=(child_in, child_out),
-            start_new_session=True,
-            env=_environment(device),
-        )
-    except OSError as e:
-        os.close(requests)
-        os.close(replies)
-        raise WorkerError(f"the worker's child did not start: {e}") from e
-    finally:
-        os.close(child_in)
-        os.close(child_out)
-    return process, requests, replies
-
-
-def _environment(device: str) -> dict[str, str]:
-    """The parent's environment and module path, one thread, and the interpreter on exactly where kernels are to run on a CPU."""
-    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    out = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    out.pop("TRITON_INTERPRET", None)
-    return out | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})

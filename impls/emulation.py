@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,29 +19,8 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 F32 = torch.float32
 
 
-class Posed(Protocol):
-    """What is to be computed."""
-
-    @property
-    def q(self) -> Tensor: ...
-    @property
-    def k(self) -> Tensor: ...
-    @property
-    def v(self) -> Tensor: ...
-    @property
-    def do(self) -> Tensor | None: ...
-    @property
-    def keep(self) -> Tensor | None: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float: ...
-    @property
-    def dlse(self) -> Tensor | None: ...
-    @property
-    def dropout(self) -> Tensor | None: ...
+Posed = Any
+"""A problem as oracles/exact.py states it; implementations do not import oracles."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +54,14 @@ class Arithmetic:
 
 
 def tf32_nearest(x: Tensor) -> Tensor:
+    """x rounded to the 10 fraction bits of TF32."""
     bits = x.contiguous().view(torch.int32)
     rounded = (((bits + (((bits >> 13) & 1) + 0x0FFF)) >> 13) << 13).view(F32)
     return torch.where(torch.isfinite(x), rounded, x)
 
 
 def truncated(x: Tensor, dropped_bits: int) -> Tensor:
+    """x with the last bits of its float32 fraction cleared."""
     return ((x.contiguous().view(torch.int32) >> dropped_bits) << dropped_bits).view(F32)
 
 
@@ -100,6 +81,7 @@ def polynomial_exp2(x: Tensor, *coefficients: float) -> Tensor:
 
 
 def exp2(x: Tensor, kind: str) -> Tensor:
+    """2**x by the method of that name."""
     match kind:
         case "exp":
             return torch.exp(x * LN2)
@@ -113,8 +95,11 @@ def exp2(x: Tensor, kind: str) -> Tensor:
 
 
 def fused_dot(a: Tensor, b: Tensor, bits: int, block: int) -> Tensor:
-    """a @ b as a chain of tensor-core steps: `block` products and the accumulator are aligned to the largest, truncated to
-    `bits` fraction bits, added exactly, and truncated to float32 (13 bits in the FP8 mode of Hopper)."""
+    """a @ b as a chain of tensor-core steps.
+
+    `block` products and the accumulator are aligned to the largest, truncated to `bits` fraction bits, added exactly, and
+    truncated to float32 (13 bits in the FP8 mode of Hopper).
+    """
     a, b = a.double(), b.double()
     acc = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], block):
@@ -232,7 +217,11 @@ class _Run:
         return through(p, self.p_dtype)
 
     def cast_ds(self, ds: Tensor) -> Tensor:
-        return truncated(ds, 16 if self.io == torch.bfloat16 else 13) if "ds_rz" in self.faults else through(ds, self.ds_dtype)
+        return (
+            truncated(ds, 16 if self.io == torch.bfloat16 else 13)
+            if "ds_rz" in self.faults
+            else through(ds, self.ds_dtype)
+        )
 
     def tiles(self, length: int, size: int) -> list[slice]:
         return [slice(i, min(length, i + size)) for i in range(0, length, size)]
@@ -284,7 +273,11 @@ class _Run:
         return torch.nn.functional.pad(x, (0, short), value=fill) if short and "tail_pad" in self.faults else x
 
     def accumulator(self, x: Tensor, name: str) -> Tensor:
-        for fault, dtype in ((f"{name}_bf16", torch.bfloat16), (f"{name}_fp16", torch.float16), (f"{name}_bf16acc", torch.bfloat16)):
+        for fault, dtype in (
+            (f"{name}_bf16", torch.bfloat16),
+            (f"{name}_fp16", torch.float16),
+            (f"{name}_bf16acc", torch.bfloat16),
+        ):
             x = through(x, dtype) if fault in self.faults else x
         return x
 
@@ -292,11 +285,13 @@ class _Run:
         dead = total == 0
         divisor = torch.where(dead, torch.ones(()), total)
         base = torch.where(torch.isfinite(m), m, torch.zeros(()))
-        if "o_norm_lowp" in self.faults:
-            o = acc * through(1 / divisor, torch.bfloat16 if self.io == F32 else self.io)
-        else:
-            o = acc / divisor
-        lse = base * LN2 + torch.log2(divisor) if "lse_ln2" in self.faults and tiles > 1 else (base + torch.log2(divisor)) * LN2
+        io = torch.bfloat16 if self.io == F32 else self.io
+        o = acc * through(1 / divisor, io) if "o_norm_lowp" in self.faults else acc / divisor
+        lse = (
+            base * LN2 + torch.log2(divisor)
+            if "lse_ln2" in self.faults and tiles > 1
+            else (base + torch.log2(divisor)) * LN2
+        )
         return torch.where(dead, torch.zeros(()), o), torch.where(dead, torch.full((), -math.inf), lse)
 
     def stored_o(self, o: Tensor) -> Tensor:

@@ -97,7 +97,9 @@ def _only_candidate(module: ModuleType, place: str) -> Callable[..., Any]:
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
-        raise TargetError(f"{place} must define a public callable whose parameters begin with q, k, v; name one as {place}:attr")
+        raise TargetError(
+            f"{place} must define a public callable whose parameters begin with q, k, v; name one as {place}:attr"
+        )
     raise TargetError(f"{place} must define one candidate or be given as {place}:attr, got {', '.join(sorted(found))}")
 
 
@@ -106,7 +108,11 @@ def _find(module: ModuleType, attr: str, target: str) -> object:
     for part in attr.split("."):
         if part not in dir(value):
             close = difflib.get_close_matches(part, dir(value), 3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(candidates(module)) or 'no candidate'}"
+            hint = (
+                f"; did you mean {' or '.join(close)}?"
+                if close
+                else f"; it has {', '.join(candidates(module)) or 'no candidate'}"
+            )
             raise TargetError(f"target {target} must name something that exists, got attr={part!r}{hint}")
         value = getattr(value, part)
     return value
@@ -165,7 +171,7 @@ def _on_path(folder: str) -> None:
 def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load_module()
-    except (Exception, SystemExit) as e:  # the target's own code runs here, it may raise anything
+    except (Exception, SystemExit) as e:  # noqa: BLE001 (the target's own code runs here, it may raise anything)
         hint = "; name it package.module:attr" if "relative import" in str(e) else ""
         raise TargetError(f"target {target} failed to import: {type(e).__name__}: {e}{hint}", own_frames(e)) from None
 

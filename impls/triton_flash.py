@@ -52,7 +52,7 @@ def triton_flash(
     if max(q.shape[3], v.shape[3]) > 256:
         raise NotImplementedError(f"triton_flash must get head dims up to 256, got D={q.shape[3]}, Dv={v.shape[3]}")
     if max(q.shape[0], q.shape[1]) > GRID_LIMIT:
-        raise NotImplementedError(f"triton_flash must get at most {GRID_LIMIT} batches and heads, got q of shape {tuple(q.shape)}")
+        raise NotImplementedError(f"triton_flash must get at most {GRID_LIMIT} batches and query heads, got q of shape {tuple(q.shape)}")
     problem = Problem.of(q, k, mask, q.shape[3] ** -0.5 if scale is None else scale, softcap)
     o, lse = _TritonFlash.apply(q, k, v, bias, problem)
     return (o, lse) if return_lse else o
@@ -103,22 +103,33 @@ def _strides(x: Tensor | None) -> tuple[int, int, int, int]:
 
 def _power_of_2(n: int, low: int, high: int) -> int:
     """The smallest power of two that holds n, in [low, high]."""
-    return min(high, max(low, 1 << (n - 1).bit_length()))
+    return min(high, max(low, 1 << max(n - 1, 0).bit_length()))
 
 
-def tiles(q: Tensor, Lk: int, Dv: int) -> dict[str, int]:
-    """BLOCK_M, BLOCK_N (queries, keys) and the padded widths, a function of the shapes and dtype alone.
+def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
+    """Tile sizes, a function of shapes and dtype alone: BLOCK_N keys; BLOCK_M rows, which are ROWS queries of several heads.
 
-    The largest tile keeps two stages of k and v, q and do, in the 99 KB of shared memory of consumer GPUs.
+    A short query tile takes further query heads of its group, which read the same keys. The largest tile keeps two stages of
+    k and v, q and do, in the 99 KB of shared memory of consumer GPUs.
     """
-    width = max(_power_of_2(q.shape[3], 16, 256), _power_of_2(Dv, 16, 256))
+    (_, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
+    width = max(_power_of_2(D, 16, 256), _power_of_2(Dv, 16, 256))
     largest = max(16, min(64, 64 * 128 // (width * (q.element_size() // 2))))
+    rows = _power_of_2(Lq, 1, largest)
+    heads = _power_of_2(Hq // Hkv, 1, largest // rows)
+    block_m = max(16, rows * heads)
     return {
-        "BLOCK_M": _power_of_2(max(q.shape[2], 1), 16, largest),
-        "BLOCK_N": _power_of_2(max(Lk, 1), 16, largest),
-        "BLOCK_D": _power_of_2(q.shape[3], 16, 256),
+        "ROWS": block_m // heads,
+        "BLOCK_M": block_m,
+        "BLOCK_N": _power_of_2(Lk, 16, largest),
+        "BLOCK_D": _power_of_2(D, 16, 256),
         "BLOCK_DV": _power_of_2(Dv, 16, 256),
     }
+
+
+def _query_tiles(size: dict[str, int], Lq: int, G: int) -> tuple[int, int]:
+    """How many tiles hold the queries, and how many the query heads of a group."""
+    return -(-Lq // size["ROWS"]), -(-G // (size["BLOCK_M"] // size["ROWS"]))
 
 
 def _flags(problem: Problem, bias: Tensor | None) -> dict[str, bool]:
@@ -137,12 +148,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | No
     (B, Hq, Lq, D), (Hkv, Lk), Dv = q.shape, k.shape[1:3], v.shape[3]
     o = q.new_empty(B, Hq, Lq, Dv)
     lse = q.new_empty(B, Hq, Lq, dtype=torch.float32)
-    size = tiles(q, Lk, Dv)
-    q_tiles = -(-Lq // size["BLOCK_M"])
+    size = tiles(q, k, Dv)
+    q_tiles, head_tiles = _query_tiles(size, Lq, Hq // Hkv)
     if lse.numel():
-        forward_kernel[(q_tiles, Hq, B)](
+        forward_kernel[(q_tiles, Hkv * head_tiles, B)](
             q, q.stride(), k, k.stride(), v, v.stride(), o, lse, problem.mask, _strides(problem.mask), bias, _strides(bias),
-            problem.scale, problem.softcap, problem.low, problem.high, Hq, Hq // Hkv, Lq, Lk, D, Dv,
+            problem.scale, problem.softcap, problem.low, problem.high, Hq, Hq // Hkv, head_tiles, Lq, Lk, D, Dv,
             **size, **_flags(problem, bias), num_warps=4, num_stages=2,
         )  # fmt: skip
     return o, lse
@@ -160,14 +171,15 @@ def backward(
     delta = torch.empty_like(lse)
     broadcast = bias is not None and bias.shape != (B, Hq, Lq, Lk)
     dbias = bias.new_zeros(bias.shape, dtype=torch.float32 if broadcast else bias.dtype) if bias is not None and bias_grad else None
-    size, flags = tiles(q, Lk, Dv), _flags(problem, bias)
-    q_tiles, k_tiles = -(-Lq // size["BLOCK_M"]), -(-Lk // size["BLOCK_N"])
+    size, flags = tiles(q, k, Dv), _flags(problem, bias)
+    q_tiles, head_tiles = _query_tiles(size, Lq, Hq // Hkv)
+    k_tiles = -(-Lk // size["BLOCK_N"])
     mask = (problem.mask, _strides(problem.mask), bias, _strides(bias))
     numbers = (problem.scale, problem.softcap, problem.low, problem.high)
     if lse.numel():
-        dq_kernel[(q_tiles, Hq, B)](
+        dq_kernel[(q_tiles, Hkv * head_tiles, B)](
             q, q.stride(), k, k.stride(), v, v.stride(), o, do, do.stride(), lse, dlse, delta, dq, *mask, dbias, _strides(dbias),
-            *numbers, Hq, Hq // Hkv, Lq, Lk, D, Dv, **size, **flags,
+            *numbers, Hq, Hq // Hkv, head_tiles, Lq, Lk, D, Dv, **size, **flags,
             HAS_DLSE=dlse is not None, HAS_DBIAS=dbias is not None, BROADCAST_BIAS=broadcast, num_warps=4, num_stages=2,
         )  # fmt: skip
     if dk.numel():

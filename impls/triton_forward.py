@@ -11,34 +11,37 @@ from .triton_scores import final_scores
 @triton.jit
 def forward_kernel(
     Q, q_strides, K, k_strides, V, v_strides, O, LSE, MASK, mask_strides, BIAS, bias_strides,
-    scale, softcap, band_low, band_high, Hq, G, Lq, Lk, D, Dv,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    scale, softcap, band_low, band_high, Hq, G, head_tiles, Lq, Lk, D, Dv,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the query tile's rows of O (contiguous) and of LSE (natural logarithm, float32, contiguous)."""
-    # 1. Which tile. Offsets are 64-bit wherever a long sequence or a large batch could pass 2**31 elements.
-    m0 = tl.program_id(0) * BLOCK_M
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    hk = h // G
-    i, d, dv = m0 + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    in_i, in_d, in_dv = (i < Lq)[:, None], d < D, (dv < Dv)[None, :]
-    at_i = i.to(tl.int64)[:, None]
-    q_at = Q + b * q_strides[0] + h * q_strides[1] + at_i * q_strides[2] + d[None, :] * q_strides[3]
-    q = tl.load(q_at, mask=in_i & in_d[None, :], other=0.0)
+    """Writes the tile's rows of O (contiguous) and of LSE (natural logarithm, float32, contiguous).
+
+    A tile is ROWS queries of BLOCK_M / ROWS query heads that share a key head. Grid: (query tiles, Hkv head_tiles, B).
+    """
+    # 1. Which rows. Offsets are 64-bit wherever a long sequence or a large batch could pass 2**31 elements.
+    i0, b = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
+    hk = (tl.program_id(1) // head_tiles).to(tl.int64)
+    row, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    i, g = i0 + row % ROWS, tl.program_id(1) % head_tiles * (BLOCK_M // ROWS) + row // ROWS
+    in_row, in_d, in_dv = (i < Lq) & (g < G), d < D, (dv < Dv)[None, :]
+    h, at_i = hk * G + g, i.to(tl.int64)
+    q_at = Q + b * q_strides[0] + (h * q_strides[1] + at_i * q_strides[2])[:, None] + d[None, :] * q_strides[3]
+    q = tl.load(q_at, mask=in_row[:, None] & in_d[None, :], other=0.0)
 
     # 2. Key tiles that the band leaves: k is read transposed.
     start, end = 0, Lk
     if HAS_BAND:
-        start = tl.maximum(m0 + band_low, 0) // BLOCK_N * BLOCK_N
-        end = tl.minimum(m0 + BLOCK_M + band_high, Lk)
+        start = tl.maximum(i0 + band_low, 0) // BLOCK_N * BLOCK_N
+        end = tl.minimum(i0 + ROWS + band_high, Lk)
     j = start + tl.arange(0, BLOCK_N)
     at_j = j.to(tl.int64)
     k_at = K + b * k_strides[0] + hk * k_strides[1] + d[:, None] * k_strides[3] + at_j[None, :] * k_strides[2]
     v_at = V + b * v_strides[0] + hk * v_strides[1] + at_j[:, None] * v_strides[2] + dv[None, :] * v_strides[3]
     if HAS_MASK:
-        MASK += b * mask_strides[0] + h * mask_strides[1]
+        MASK += b * mask_strides[0]
     if HAS_BIAS:
-        BIAS += b * bias_strides[0] + h * bias_strides[1]
+        BIAS += b * bias_strides[0]
 
     # 3. Online softmax: running maximum m and sum l. Scores stay natural: finfo.min * log2(e) would be -inf.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -50,7 +53,7 @@ def forward_kernel(
         v = tl.load(v_at, mask=in_j[:, None] & in_dv, other=0.0)
         qk = tl.dot(q, k, input_precision="ieee")
         s, _t = final_scores(
-            qk, i[:, None], j[None, :], in_i, in_j[None, :], scale, softcap, band_low, band_high,
+            qk, h[:, None], i[:, None], j[None, :], in_row[:, None], in_j[None, :], scale, softcap, band_low, band_high,
             MASK, mask_strides, BIAS, bias_strides, HAS_BAND, HAS_MASK, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -67,6 +70,6 @@ def forward_kernel(
     # 4. Rows with no allowed key have l = 0: they give 0 and -inf.
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
-    first = (b * Hq + h) * Lq
-    tl.store(O + (first + at_i) * Dv + dv[None, :], acc.to(O.dtype.element_ty), mask=in_i & in_dv)
-    tl.store(LSE + first + i, m + tl.log(l), mask=i < Lq)
+    line = (b * Hq + h) * Lq + i
+    tl.store(O + line[:, None] * Dv + dv[None, :], acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv)
+    tl.store(LSE + line, m + tl.log(l), mask=in_row)

@@ -21,14 +21,14 @@ def tanh(x):
 
 @triton.jit
 def final_scores(
-    qk, i, j, in_i, in_j, scale, softcap, band_low, band_high, MASK, mask_strides, BIAS, bias_strides,
+    qk, h, i, j, in_row, in_j, scale, softcap, band_low, band_high, MASK, mask_strides, BIAS, bias_strides,
     HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(s, t): the tile's final scores, -inf where masked, and tanh(scale qk / softcap), the scores if there is no softcap.
 
-    i and j are the query and key indices of the tile, in_i and in_j whether they exist, all broadcastable to it, so that it may be
-    transposed. MASK and BIAS point at this batch and head; their strides are (b, h, i, j), 0 on a broadcast axis. The band keeps
-    band_low <= j - i <= band_high.
+    h, i and j are the query head, query and key of each score, in_row and in_j whether they exist, all broadcastable to the tile, so
+    that it may be transposed. MASK and BIAS point at this batch; their strides are (b, h, i, j), 0 on a broadcast axis. The band
+    keeps band_low <= j - i <= band_high.
     """
     if HAS_SOFTCAP:
         t = tanh(qk * (scale / softcap))
@@ -38,12 +38,12 @@ def final_scores(
         t = s
     keep = in_j
     if HAS_BIAS:
-        at = BIAS + i.to(tl.int64) * bias_strides[2] + j * bias_strides[3]
-        s += tl.load(at, mask=in_i & in_j, other=0.0).to(tl.float32)
+        bias_at = BIAS + (h * bias_strides[1] + i.to(tl.int64) * bias_strides[2]) + j.to(tl.int64) * bias_strides[3]
+        s += tl.load(bias_at, mask=in_row & in_j, other=0.0).to(tl.float32)
     if HAS_BAND:
         distance = j - i
         keep = keep & (distance >= band_low) & (distance <= band_high)
     if HAS_MASK:
-        at = MASK + i.to(tl.int64) * mask_strides[2] + j * mask_strides[3]
-        keep = keep & (tl.load(at, mask=in_i & in_j, other=0) != 0)
+        mask_at = MASK + (h * mask_strides[1] + i.to(tl.int64) * mask_strides[2]) + j.to(tl.int64) * mask_strides[3]
+        keep = keep & (tl.load(mask_at, mask=in_row & in_j, other=0) != 0)
     return tl.where(keep, s, float("-inf")), t

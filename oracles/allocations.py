@@ -34,6 +34,8 @@ FILLED = frozenset({
     _aten.new_ones.default, _aten.full.default, _aten.full_like.default, _aten.new_full.default,
 })  # fmt: skip
 
+COVERED = UNFILLED | FILLED
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -55,7 +57,7 @@ class GuardedAllocations(TorchDispatchMode):
     """While it is active every factory call gives a tensor inside poisoned margins; `findings` looks at the margins."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Allocation] = []
 
     @classmethod
@@ -68,12 +70,17 @@ class GuardedAllocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in UNFILLED or func in FILLED:
+        if func in COVERED:
             return self._guarded(result, func)
         return result
 
     def _guarded(self, plain: Tensor, func: Any) -> Tensor:
-        if type(plain) is not Tensor or plain.layout != torch.strided or plain.device.type == "meta" or plain.is_quantized:
+        if (
+            type(plain) is not Tensor
+            or plain.layout != torch.strided
+            or plain.device.type == "meta"
+            or plain.is_quantized
+        ):
             return plain
         nbytes = plain.untyped_storage().nbytes()
         raw = torch.empty(nbytes + 2 * MARGIN, dtype=torch.uint8, device=plain.device).fill_(POISON)

@@ -115,11 +115,15 @@ def _by_dtype(io: str) -> dict[str, Any]:
     u, eta, largest = UNIT[io], ETA[io], LARGEST[io]
     if io == "float64":
         exact = Contract.exact(0.0)
-        return {f.name: getattr(exact, f.name) for f in fields(exact) if f.name not in ("spec",)} | {
+        return {f.name: getattr(exact, f.name) for f in fields(exact) if f.name != "spec"} | {
             f"{name}_max": largest for name in ("s", "dp", "ds", "out")
         }
     out = {"io": io, "out_u": u, "out_eta": eta}
-    return out if io == "float32" else out | {"p_u": u, "p_eta": eta, "ds_u": u, "ds_eta": eta, "ds_max": largest, "out_max": largest}
+    return (
+        out
+        if io == "float32"
+        else out | {"p_u": u, "p_eta": eta, "ds_u": u, "ds_eta": eta, "ds_max": largest, "out_max": largest}
+    )
 
 
 def _narrow(io: str) -> dict[str, Any]:
@@ -187,9 +191,13 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "ieee": Preset("float32 dots with IEEE operands and accumulation", lambda io, d: {"acc_k": 1.0, "dot_u": 0.0, "dot_rz": False}),
+    "ieee": Preset(
+        "float32 dots with IEEE operands and accumulation", lambda io, d: {"acc_k": 1.0, "dot_u": 0.0, "dot_rz": False}
+    ),
     "tf32": Preset("float32 operands of dots rounded to TF32", _dots(2.0**-11)),
-    "tf32_rz": Preset("float32 operands of dots truncated to TF32 (tl.dot's default on NVIDIA)", _dots(2.0**-10, truncated=True)),
+    "tf32_rz": Preset(
+        "float32 operands of dots truncated to TF32 (tl.dot's default on NVIDIA)", _dots(2.0**-10, truncated=True)
+    ),
     "tf32x3": Preset("float32 dots by three TF32 dots", _dots(2.0**-20)),
     "bf16x3": Preset("float32 dots by three bfloat16 dots", _dots(2.0**-15)),
     "bf16": Preset("float32 operands of dots rounded to bfloat16", _dots(2.0**-8)),
@@ -199,7 +207,9 @@ PRESETS: dict[str, Preset] = {
     "torch-cpu-math": Preset("torch SDPA, math backend on a CPU", _torch_cpu_math),
     "torch-cpu-flash": Preset("torch SDPA, flash backend on a CPU", _torch_cpu_flash),
     "torch-cuda-flash": Preset("torch SDPA, FlashAttention backend", lambda io, d: LEAKS | _tensor_cores(io)),
-    "torch-cuda-math": Preset("torch SDPA, math backend on a GPU", lambda io, d: _torch_cpu_math(io, d) | _tensor_cores(io)),
+    "torch-cuda-math": Preset(
+        "torch SDPA, math backend on a GPU", lambda io, d: _torch_cpu_math(io, d) | _tensor_cores(io)
+    ),
     "cudnn": Preset("torch SDPA, cuDNN backend: Hopper, dS scaled before its cast", _cudnn),
     "efficient": Preset("torch SDPA, memory-efficient backend: as cudnn, and dS from the rounded P", _efficient),
     "lowp": Preset("every intermediate stored in the dtype of q, k, v", _lowp),
@@ -220,7 +230,9 @@ def contract_for(spec: str = "", dtype: str = "float32", device: str = "cpu") ->
     values = _by_dtype(dtype) | (_tensor_cores(dtype) if kind == "cuda" else {})
     for item in filter(None, (part.strip() for part in spec.split(","))):
         name, equals, text = item.partition("=")
-        values |= {name.strip(): _value(name.strip(), text.strip(), dtype)} if equals else _preset(item).changes(dtype, kind)
+        values |= (
+            {name.strip(): _value(name.strip(), text.strip(), dtype)} if equals else _preset(item).changes(dtype, kind)
+        )
     return Contract(**values, spec=spec)
 
 

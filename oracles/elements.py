@@ -26,8 +26,10 @@ conforming runs on normal data none had a root mean square above 1.38 or a large
 
 @dataclass
 class ValueReport:
-    """Findings of one run, and how close it came: budget is max |error| / limit, zrms and zmax the error over its expected
-    scale. `wrong` holds a boolean mask of the wrong elements for the tensors that have some.
+    """Findings of one run, and how close it came.
+
+    `budget` is max |error| / limit, `zrms` and `zmax` the error over its expected scale. `wrong` holds a boolean mask of the
+    wrong elements for the tensors that have some.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -38,7 +40,9 @@ class ValueReport:
     notes: list[str] = field(default_factory=list)
 
 
-def judge_problem(problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, *, generic: bool = False) -> ValueReport:
+def judge_problem(
+    problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, *, generic: bool = False
+) -> ValueReport:
     """Judge what a target returned for a problem; keys of `outputs` among o, lse, dq, dk, dv, dbias, missing ones unjudged.
 
     `generic` data (no ties or structure) is judged by the statistical tier as well.
@@ -140,7 +144,11 @@ class _Judge:
             mean = r.at_rows.full_rows(r.v.mean(-2, keepdims=True))
             size = r.at_rows.full_rows(np.abs(r.v).mean(-2, keepdims=True))
             c = self.contract
-            close = size * (c.p_u + c.dot_u + c.acc_k * c.acc_u * r.Lk + 8 * c.u + c.exp_u) + c.out_u * np.abs(mean) * 1.01 + c.out_eta
+            close = (
+                size * (c.p_u + c.dot_u + c.acc_k * c.acc_u * r.Lk + 8 * c.u + c.exp_u)
+                + c.out_u * np.abs(mean) * 1.01
+                + c.out_eta
+            )
             return np.where(rows, mean, want), np.where(rows, close, limit), free, None
         return want, limit, _or(free, rows), None
 
@@ -166,7 +174,11 @@ class _Judge:
         """Findings of the wrong elements: rows with no allowed key, non-finite entries and values apart."""
         wrong = ratio > 1.0
         self.report.wrong[name] = torch.from_numpy(wrong)
-        dead = wrong & self._dead(name, wrong.shape) if name in ("o", "lse", "dq") and self.r.dead.any() else np.zeros_like(wrong)
+        dead = (
+            wrong & self._dead(name, wrong.shape)
+            if name in ("o", "lse", "dq") and self.r.dead.any()
+            else np.zeros_like(wrong)
+        )
         rest = wrong & ~dead
         finite = np.isfinite(x) & np.isfinite(want)
         if self.taint is not None and name == "o":
@@ -175,7 +187,9 @@ class _Judge:
         for oracle, part in parts:
             if part.any():
                 must = self.taint.must if self.taint is not None and name == "o" else None
-                self.report.findings.append(element_finding(oracle, name, x, want, limit, np.where(part, ratio, -1.0), must))
+                self.report.findings.append(
+                    element_finding(oracle, name, x, want, limit, np.where(part, ratio, -1.0), must)
+                )
 
 
 def excess(x: Array, want: Array, limit: Array) -> Array:

@@ -82,6 +82,11 @@ def doubles(t: Tensor) -> Array:
     return out
 
 
+def any_of(x: Bools, axis: int) -> Bools:
+    """Whether any element along the axis is true, the axis kept with size 1."""
+    return cast(Bools, x.any(axis, keepdims=True))
+
+
 @dataclass(frozen=True)
 class Rows:
     """The sizes of a problem, and its arrays with the heads of a group and their rows as one axis."""
@@ -148,6 +153,7 @@ class Reference:
     `t` = dP - delta + dlse, so that dS = p * t; `g` is the derivative of the softcap (None without one).
     """
 
+    @np.errstate(all="ignore")
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.at_rows = Rows(*problem.sizes)
@@ -159,7 +165,7 @@ class Reference:
         self.z: Array | None = None if problem.dropout is None else self.rows(problem.array("dropout"))
         self.bias = None if problem.bias is None else problem.array("bias")
         self.live = self.at_rows.live(problem)
-        self.dead: Bools = ~self.live.any(-1, keepdims=True)
+        self.dead: Bools = ~any_of(self.live, -1)
         self._forward()
 
     def _forward(self) -> None:
@@ -315,10 +321,12 @@ class Reference:
         axes = tuple(i for i, n in enumerate(self.problem.bias.shape) if n == 1 and full.shape[i] != 1)
         return full.sum(axes, keepdims=True) if axes else full
 
+    @np.errstate(all="ignore")
     def forward(self) -> dict[str, Array]:
         """o (B, Hq, Lq, Dv) and lse (B, Hq, Lq)."""
         return {"o": self.heads(self.o), "lse": self.heads(np.where(self.dead, -np.inf, self.lse))[..., 0]}
 
+    @np.errstate(all="ignore")
     def backward(self) -> dict[str, Array]:
         """dq, dk, dv, and dbias when there is a bias."""
         out = {"dq": self.heads(self.dq), "dk": self.dk, "dv": self.dv}

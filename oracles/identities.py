@@ -29,7 +29,9 @@ from .taint import Taint, separate
 from .wording import element_finding, pair, shape_finding, short
 
 
-def judge_unknown_dropout(problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, rate: float) -> ValueReport:
+def judge_unknown_dropout(
+    problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, rate: float
+) -> ValueReport:
     """Judge outputs that were computed with dropout of probability `rate` and an unknown keep mask."""
     lse = outputs.get("lse")
     report = judge_problem(problem, {} if lse is None else {"lse": lse}, contract)
@@ -104,7 +106,9 @@ def _within(
     if report.budget[name] > 1.0:
         report.wrong[name] = torch.from_numpy(ratio > 1.0)
         oracle = "value" if np.isfinite(x[ratio > 1.0]).all() else "nonfinite"
-        report.findings.append(element_finding(oracle, name, x, nearest, allowed.b[name], np.where(ratio > 1.0, ratio, -1.0), None))
+        report.findings.append(
+            element_finding(oracle, name, x, nearest, allowed.b[name], np.where(ratio > 1.0, ratio, -1.0), None)
+        )
 
 
 def _equalities(report: ValueReport, problem: Problem, given: dict[str, Array], allowed: Limits) -> None:

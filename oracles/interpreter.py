@@ -28,13 +28,17 @@ _installed: list[tuple[Patches, Memory]] = []
 
 
 def enable() -> None:
-    """Have Triton interpret its kernels from now on; a kernel that was decorated before is interpreted too.
-
-    Without Triton nothing happens: there is no kernel to run.
-    """
+    """Have Triton interpret its kernels from now on; a kernel that was decorated before is interpreted too."""
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
         install()
+
+
+def disable() -> None:
+    """Undo `enable` and `install`. A kernel that was decorated in between stays an interpreted one."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    while _installed:
+        _installed.pop()[0].restore()
 
 
 def available() -> bool:
@@ -52,21 +56,18 @@ def install() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.runtime.interpreter as interp
 
-    from . import interpreter_bf16, interpreter_fast, interpreter_launch
+    from . import interpreter_bf16, interpreter_fast, interpreter_fast_ops, interpreter_launch, interpreter_libdevice
+    from . import monitor_overflow
     from .interpreter_patches import Patches
     from .monitor_memory import Memory
 
     patches, memory = Patches(), Memory(interp._interpreter)
     interpreter_bf16.apply(patches)
     interpreter_fast.apply(patches)
-    interpreter_launch.apply(patches, memory)
+    interpreter_fast_ops.apply(patches)
+    interpreter_libdevice.apply(patches)
+    interpreter_launch.apply(patches, memory, monitor_overflow.apply(patches, memory))
     _installed.append((patches, memory))
-
-
-def uninstall() -> None:
-    """Put Triton's own interpreter back."""
-    while _installed:
-        _installed.pop()[0].restore()
 
 
 def guard() -> Monitor:
@@ -100,6 +101,7 @@ def exact(**options: Any) -> Iterator[Monitor]:
 
     patches = Patches()
     with ExitStack() as stack:
+        stack.callback(shadow.forget_constants)
         stack.callback(patches.restore)
         shadow.apply(patches)
         monitor = stack.enter_context(monitored(exact=True, **options))

@@ -7,39 +7,39 @@ Where the time of 3.6 to 3.9 goes: 40 % on integer overflow checks whose asserti
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interp
-from triton.language.semantic import TritonSemantic
 from triton.runtime.errors import InterpreterError
 
 from .interpreter_patches import Patches
 
 
 def apply(patches: Patches) -> None:
-    """Replace the slow parts."""
+    """Replace the slow parts that have to do with types, handles and the patching of `triton.language`."""
     _patch_language_once(patches)
     _cache_types(patches)
-    patches.set(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, op: None)
+    _cache_checks(patches)
 
 
 class _Language:
-    """The attributes that Triton replaces in `triton.language` while a kernel runs, found once and then set and reset quickly."""
+    """The attributes that Triton replaces in `triton.language` while a kernel runs, found once, then set and reset quickly."""
 
-    def __init__(self, patch: Any) -> None:
-        modules = {"tl": tl, "core": tl.core}
-        scope = patch(types.SimpleNamespace(__globals__=modules))
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        scope = patch(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, old in scope._changes:
             first.setdefault((id(owner), name), (owner, name, old))
         self.originals = list(first.values())
-        self.replacements = [(owner, name, vars(owner)[name]) for owner, name, _ in self.originals]
+        self.replacements = [(owner, name, _direct(old, vars(owner)[name])) for owner, name, old in self.originals]
         scope.restore()
         self.depth = 0
 
-    def __enter__(self) -> _Language:
+    def enter(self) -> _Language:
+        """Set the attributes, if this is the outermost launch."""
         self.depth += 1
         if self.depth == 1:
             for owner, name, value in self.replacements:
@@ -47,7 +47,7 @@ class _Language:
         return self
 
     def restore(self) -> None:
-        """What Triton calls at the end of a launch."""
+        """Reset them; Triton calls this at the end of a launch."""
         self.depth -= 1
         if self.depth == 0:
             for owner, name, value in self.originals:
@@ -57,14 +57,29 @@ class _Language:
                     setattr(owner, name, value)
 
 
+def _direct(builtin: Any, replacement: Any) -> Any:
+    """A builtin called without the two wrappers that only look for `_semantic`."""
+    generic = (getattr(replacement, "__kwdefaults__", None) or {}).get("member") is builtin
+    plain = getattr(builtin, "__wrapped__", None)
+    if not generic or plain is None or hasattr(plain, "__wrapped__"):
+        return replacement
+    semantic = interp.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return plain(*args, **kwargs)
+
+    return call
+
+
 def _patch_language_once(patches: Patches) -> None:
     patch = interp._patch_lang
     language: list[_Language] = []
 
-    def patch_lang(fn: Any) -> Any:
+    def patch_lang(_: Any) -> Any:
         if not language:
             language.append(_Language(patch))
-        return language[0].__enter__()
+        return language[0].enter()
 
     def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -85,9 +100,10 @@ def _cache_types(patches: Patches) -> None:
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         try:
-            key = element_ty.name, type(element_ty), tuple(s if type(s) is int else s.value for s in shape)
+            key = element_ty.name, type(element_ty), tuple([s if type(s) is int else s.value for s in shape])
         except AttributeError:
-            return block_init(self, element_ty, shape)
+            block_init(self, element_ty, shape)
+            return
         known = blocks.get(key)
         if known is None:
             block_init(self, element_ty, shape)
@@ -95,18 +111,54 @@ def _cache_types(patches: Patches) -> None:
         else:
             self.__dict__.update(known)
             self.element_ty = element_ty
-        return None
 
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002, Triton's own name
         self.handle = handle
-        shape = tuple(type.shape) if type.is_block() else ()
-        known = shapes.get(shape)
-        if known is None:
-            count = tl.core.constexpr(int(np.prod(shape)))
-            known = shapes[shape] = count, tl.core.tuple([tl.core.constexpr(n) for n in shape])
-        self.numel, self.shape = known
         self.type = type
         self.dtype = type.scalar
+        shape = tuple(type.shape) if self.dtype is not type else ()
+        known = shapes.get(shape)
+        if known is None:
+            known = shapes[shape] = (
+                tl.core.constexpr(int(np.prod(shape))),
+                tl.core.tuple([tl.core.constexpr(n) for n in shape]),
+            )
+        self.numel, self.shape = known
 
     patches.set(tl.block_type, "__init__", init_block)
     patches.set(tl.tensor, "__init__", init_tensor)
+
+
+def _cache_checks(patches: Patches) -> None:
+    """The table of numpy types, and the check of every handle against it, by dictionary."""
+    table: dict[str, Any] = {}
+    get_np_dtype, validate = interp._get_np_dtype, interp._validate_np_data_size
+    sound: set[tuple[Any, str]] = set()
+    pointer = np.dtype(np.uint64)
+
+    def np_dtype(type_: Any) -> Any:
+        element = type_.element_ty if isinstance(type_, tl.block_type) else type_
+        if isinstance(element, tl.pointer_type):
+            return pointer
+        known = table.get(element.name)
+        if known is None:
+            known = table[element.name] = get_np_dtype(element)
+        return known
+
+    def validate_size(data: Any, type_: Any) -> bool:
+        key = data.dtype, type_.name
+        if key in sound:
+            return True
+        if validate(data, type_):
+            sound.add(key)
+            return True
+        return False
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype = data, dtype
+        self.attr = {} if attr is None else attr
+        self.__post_init__()
+
+    patches.set(interp, "_get_np_dtype", np_dtype)
+    patches.set(interp, "_validate_np_data_size", validate_size)
+    patches.set(interp.TensorHandle, "__init__", init_handle)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from .interpreter_patches import Patches
 from .monitor import Monitor
 from .monitor_memory import Memory
+from .monitor_overflow import OverflowWatch
 
 
 class Unsupported(NotImplementedError):
@@ -30,13 +31,10 @@ class Unsupported(NotImplementedError):
 
 _FEATURES = (
     ("inline_asm", "inline assembly (tl.inline_asm_elementwise)"),
-    ("extern_elementwise", "a libdevice function"),
-    ("libdevice", "a libdevice function"),
-    (
-        "'make_block_ptr'",
-        "block pointers (tl.make_block_ptr), which Triton 3.9 removed: use pointers or tensor descriptors",
-    ),
-    ("'advance'", "block pointers (tl.advance), which Triton 3.9 removed: use pointers or tensor descriptors"),
+    ("extern_elementwise", "a function of an external library"),
+    ("libdevice.", "a libdevice function that numpy does not have"),
+    ("@triton.jit ?", "a function of one backend, such as triton.language.extra.cuda.libdevice"),
+    ("Block pointers have been removed", "block pointers (tl.make_block_ptr)"),
     ("Unsupported data type", "an atomic on a data type it does not know"),
     ("create_dot_scaled", "tl.dot_scaled"),
     ("'InterpreterBuilder' object has no attribute", "an operation it does not implement"),
@@ -44,7 +42,7 @@ _FEATURES = (
 """Words of an interpreter's exception, and the feature a person would look for."""
 
 
-def apply(patches: Patches, memory: Memory) -> None:
+def apply(patches: Patches, memory: Memory, watch: OverflowWatch) -> None:
     """Run every launch through `_launch`, whatever decorator or import order the kernel has."""
     patches.set(interp, "_interpreter", memory)
     convert = interp._implicit_cvt
@@ -57,7 +55,10 @@ def apply(patches: Patches, memory: Memory) -> None:
         return out
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        _launch(self, memory.monitor, args, kwargs)
+        try:
+            _launch(self, memory.monitor, args, kwargs)
+        finally:
+            watch.end()
 
     patches.set(interp, "_implicit_cvt", implicit_cvt)
     patches.set(interp.GridExecutor, "__call__", call)

@@ -15,7 +15,7 @@ class Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> Any:
         """What `owner.name` was before it became `value`."""
-        old = vars(owner).get(name, _ABSENT)
+        old = owner.__code__ if name == "__code__" else vars(owner).get(name, _ABSENT)
         self._undo.append((owner, name, old))
         setattr(owner, name, value)
         return old

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 def form_of_output(o: Tensor | None, like: Tensor, inputs: Inputs) -> list[Finding]:
     """Findings about shape, dtype, device and aliasing of the output; `like` has the form it must have."""
-    return [] if o is None else _form("o", o, tuple(like.shape), (like.dtype,), like.device) or _aliasing("o", o, inputs)
+    return (
+        [] if o is None else _form("o", o, tuple(like.shape), (like.dtype,), like.device) or _aliasing("o", o, inputs)
+    )
 
 
 def form_of_lse(lse: Tensor | None, inputs: Inputs) -> list[Finding]:
@@ -36,7 +38,9 @@ def form_of_gradient(name: str, grad: Tensor | None, leaf: Tensor) -> list[Findi
     return _form(name, grad, tuple(leaf.shape), (leaf.dtype,), leaf.device)
 
 
-def _form(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[Finding]:
+def _form(
+    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> list[Finding]:
     out = []
     if tuple(x.shape) != shape:
         out.append(Finding("shape", name, f"shape must be {shape}, got {tuple(x.shape)}"))
@@ -105,21 +109,26 @@ def _deterministic() -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A piece of global torch state that a target must leave as it was."""
+    """A piece of global torch state that a target must leave as it was. Those of the call the harness itself sets around it."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     random: bool = False
+    of_call: bool = False
 
 
 SETTINGS = (
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("default device", torch.get_default_device, lambda d: torch.set_default_device(None if d.type == "cpu" else d)),
+    Setting(
+        "default device", torch.get_default_device, lambda d: torch.set_default_device(None if d.type == "cpu" else d)
+    ),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
-    Setting("inference mode", torch.is_inference_mode_enabled, lambda on: None),
-    Setting("deterministic algorithms", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
+    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled, of_call=True),
+    Setting("inference mode", torch.is_inference_mode_enabled, lambda on: None, of_call=True),
+    Setting(
+        "deterministic algorithms", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])
+    ),
     Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Setting("TF32 in cuDNN", torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
     Setting("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
@@ -127,13 +136,19 @@ SETTINGS = (
     Setting("CUDA random number generator", _seed_cuda, _restore_cuda, random=True),
 )
 
+OF_CALL = tuple(s for s in SETTINGS if s.of_call)
+OF_PROCESS = tuple(s for s in SETTINGS if not s.of_call)
+
 
 class Watched:
-    """A callable that compares global torch state before and after the wrapped one, restores it and keeps the findings."""
+    """A callable that compares global torch state before and after the wrapped one, restores it and keeps the findings.
 
-    def __init__(self, fn: Callable[..., Any], *, random: bool) -> None:
+    `random` leaves out the generators, for a target that may draw from them.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, random: bool, settings: Iterable[Setting] = SETTINGS) -> None:
         self.fn = fn
-        self.settings = tuple(s for s in SETTINGS if not (random and s.random))
+        self.settings = tuple(s for s in settings if not (random and s.random))
         self.findings: list[Finding] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,4 +165,6 @@ class Watched:
             return
         setting.write(old)
         detail = "" if setting.random else f" from {old} to {new}"
-        self.findings.append(Finding("global-state", setting.name, f"the target changed torch's {setting.name}{detail}"))
+        self.findings.append(
+            Finding("global-state", setting.name, f"the target changed torch's {setting.name}{detail}")
+        )

@@ -15,14 +15,17 @@ from .limits_forward import forward_limits
 
 @dataclass(frozen=True)
 class Limits:
-    """`b`: the limit of every element, in the outputs' shapes. `loose`: where an intermediate that is allowed to be narrow
-    may overflow, so that the element is unconstrained; tensors without such elements are absent.
+    """The limit of every element, in the outputs' shapes, and the elements without one.
+
+    `loose`: where an intermediate that is allowed to be narrow may overflow, so that nothing is promised; tensors without
+    such elements are absent.
     """
 
     b: dict[str, Array]
     loose: dict[str, Bools]
 
 
+@np.errstate(all="ignore")
 def limits(reference: Reference, contract: Contract, *, backward: bool = True, centred: bool = True) -> Limits:
     """Limits of o and lse and, when the problem has `do` and `backward` is wanted, of dq, dk, dv (and dbias).
 

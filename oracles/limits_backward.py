@@ -11,8 +11,8 @@ from typing import cast
 import numpy as np
 
 from .contract import MAX32, Contract
-from .exact import Array, Bools, Reference
-from .limits_forward import Forward, comb, inflate, summed
+from .exact import Array, Bools, Reference, any_of
+from .limits_forward import Forward, comb, inflate, softcap_range, summed
 
 LOG_MAX32 = 88.0
 """exp of more than this may overflow float32."""
@@ -111,12 +111,18 @@ def scores(r: Reference, c: Contract, f: Forward, p: Recomputed, delta: Array, d
     bias = own + row
     if r.g is None:
         return Scores(own, row, delta, bias, r.ads + bias, bias, r.p)
-    tau = np.abs(r.s0 / r.softcap)
-    moved = np.minimum(f.scaled / r.softcap + c.tanh_u * tau + (2 * c.u + c.constant_u), 2.0)
-    slope = 2 * tau * moved + moved * moved + 2 * c.u
-    g = np.abs(r.g)
-    own, row = (own * g + (r.p * t + bias) * slope) * r.kf, row * g
+    own, row = (own * np.abs(r.g) + (r.p * t + bias) * slope_error(r, c, f)) * r.kf, row * np.abs(r.g)
     return Scores(own, row, delta, own + row, r.ads + own + row, bias, r.p * r.g)
+
+
+def slope_error(r: Reference, c: Contract, f: Forward) -> Array:
+    """Error of the softcap's derivative 1 - tanh^2: its argument may be anywhere in an interval, and both are rounded."""
+    g = cast(Array, r.g)
+    low, high = softcap_range(r, f.scaled)
+    greatest = 1.0 - np.maximum(low, 0.0) ** 2
+    moved = np.maximum(greatest - g, g - (1.0 - high * high))
+    tau = np.abs(r.s0 / r.softcap)
+    return cast(Array, moved + 2 * tau * ((c.tanh_u + c.constant_u) * tau + 2 * c.u) + 2 * c.u)
 
 
 def dq_limit(r: Reference, c: Contract, f: Forward, s: Scores) -> Array:
@@ -172,7 +178,9 @@ def small_products(r: Reference, c: Contract, pairs: Array, other: Array, count:
     return cast(Array, eta * (pairs @ other))
 
 
-def partial_sums(r: Reference, c: Contract, error: Array, x: Array, y: Array, up: Array, ay: Array, size: float) -> Array:
+def partial_sums(
+    r: Reference, c: Contract, error: Array, x: Array, y: Array, up: Array, ay: Array, size: float
+) -> Array:
     """Sums per query head, or per query tile, that are rounded before they are added up (x^T y, bounded by up^T ay)."""
     if c.gqa_u and r.G > 1:
         error = error + c.gqa_u * (size * per_head(r, x, y) + error) + c.gqa_eta * r.G
@@ -211,9 +219,9 @@ def loose_gradients(
         loose[name] = loose[name] | where if name in loose else where
 
     def add_pairs(bad: Bools, names: tuple[str, ...] = ("dk",)) -> None:
-        add("dq", r.heads(np.broadcast_to(bad.any(-1, keepdims=True), (r.B, r.Hkv, r.G * r.Lq, 1))))  # type: ignore[arg-type]
+        add("dq", r.heads(np.broadcast_to(any_of(bad, -1), (r.B, r.Hkv, r.G * r.Lq, 1))))
         for name in names:
-            add(name, bad.any(-2)[..., None])
+            add(name, any_of(bad, -2).swapaxes(-1, -2))
         if r.bias is not None:
             add("dbias", r.over_bias(bad.astype(np.float64)) > 0)
 
@@ -225,7 +233,7 @@ def loose_gradients(
     rows = _overflowing_rows(r, c, dp_error)
     if f.loose is not None:
         rows = f.loose if rows is None else rows | f.loose
-        add("dv", f.loose.any(-2, keepdims=True))
+        add("dv", any_of(f.loose, -2))
     if rows is not None:
         add_pairs(np.broadcast_to(rows, (*rows.shape[:3], r.Lk)))
     if c.dkv_acc_u or (c.gqa_u and r.G > 1):  # partial sums may overflow the io format before they cancel
@@ -239,7 +247,7 @@ def _overflowing_rows(r: Reference, c: Contract, dp_error: Array) -> Bools | Non
     rows = None
     if r.dov.max(initial=0.0) * 1.01 + c.dp_eta >= c.dp_max:
         size = np.abs(r.dp_raw if r.z is None else r.dp_raw * r.z)
-        rows = (size + dp_error >= c.dp_max).any(-1, keepdims=True)
+        rows = any_of(size + dp_error >= c.dp_max, -1)
     products_of_o = (r.ado * r.ao).sum(-1, keepdims=True)
     if products_of_o.max(initial=0.0) >= min(c.dp_max, MAX32) and c.io != "float64":
         big = products_of_o >= MAX32

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import reduce
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 
 from .contract import MAX32, Contract
-from .exact import Array, Bools, Reference
+from .exact import Array, Bools, Reference, any_of
 
-Number = TypeVar("Number", float, Array)
 SAFE = 300.0
 """Log weights may be off by this much before exp could overflow float64 in the direct formula."""
 
 
 def comb(*units: float | Array) -> float | Array:
     """(1 + a)(1 + b)... - 1: the relative error of a product of perturbed factors."""
-    return reduce(lambda x, y: x * (1.0 + y), units, 1.0) - 1.0
+    product: float | Array = 1.0
+    for unit in units:
+        product = product * (1.0 + unit)
+    return product - 1.0
 
 
 def summed(c: Contract, n: float | Array) -> float | Array:
@@ -111,13 +112,22 @@ def scaled_scores(r: Reference, c: Contract) -> Array:
 
 
 def final_scores(r: Reference, c: Contract, scaled: Array) -> Array:
-    """Error of the final score: softcap (|tanh'| <= 1) and the addition of the bias on top."""
+    """Error of the final score: through the softcap, which damps it where it saturates, and the bias on top."""
     error = scaled
     if r.softcap:
-        error = error + (c.tanh_u + 3 * c.u + c.s_u + c.constant_u) * np.abs(r.s0)
+        low, high = softcap_range(r, scaled)
+        exact = np.abs(r.s0)
+        moved = np.maximum(r.softcap * high - exact, exact - r.softcap * low)
+        error = np.minimum(moved, scaled) + (c.tanh_u + 3 * c.u + c.s_u + c.constant_u) * exact
     if r.bias is not None:
         error = error + (2 * c.u + c.s_u) * np.abs(r.s) + 2 * c.u * np.abs(r.s0)
     return error
+
+
+def softcap_range(r: Reference, scaled: Array) -> tuple[Array, Array]:
+    """tanh of the least and the greatest that |scale q.k| / softcap can be computed as; the least may be negative."""
+    x, error = np.abs(r.zs), scaled
+    return np.tanh((x - error) / r.softcap), np.tanh((x + error) / r.softcap)
 
 
 def log_weight_errors(r: Reference, c: Contract, scores: Array, T: Array) -> Array:
@@ -141,6 +151,8 @@ def output_limit(r: Reference, c: Contract, w: Weights, T: Array, normaliser: fl
     if r.z is not None:
         off, up, once_more = off * r.z, up * r.z, 2 * c.u + c.constant_u
     moved = score_effect(r, off, w.off.sum(-1, keepdims=True), centred)
+    if r.bias is not None and r.m.min(initial=0.0) <= -lowest_lse(c):  # in base 2 every score of the row may be -inf
+        moved = np.where(r.m <= -lowest_lse(c), largest_v(r) + r.ao, moved)
     cast_and_sum = comb(c.p_u, c.dot_u, summed(c, r.n) + T * c.u, once_more)
     term = moved + (up @ r.av) * cast_and_sum + small_terms(r, max(c.p_eta, c.ftz), c.ftz) + r.n * c.ftz
     before = term + (r.ao + term) * comb(normaliser, 3 * c.u + c.constant_u)
@@ -150,8 +162,7 @@ def output_limit(r: Reference, c: Contract, w: Weights, T: Array, normaliser: fl
 def score_effect(r: Reference, off: Array, mass: Array, centred: bool) -> Array:
     """Bound on sum_j off_j |v_j - o|: the least of the triangle, Cauchy-Schwarz about the mean of v, and v's range."""
     triangle = off @ r.av + r.ao * mass
-    largest = r.av.max(-2, keepdims=True, initial=0.0) * (1.0 if r.z is None else r.z.max(initial=0.0))
-    bound = np.minimum(triangle, largest + r.ao)
+    bound = np.minimum(triangle, largest_v(r) + r.ao)
     if r.z is not None or not centred or not r.Lk:
         return cast(Array, bound)
     mean = r.v.mean(-2, keepdims=True)
@@ -159,6 +170,11 @@ def score_effect(r: Reference, off: Array, mass: Array, centred: bool) -> Array:
     square, around = off @ (v * v), o * o * mass
     spread = np.maximum(square - 2 * o * (off @ v) + around, 0.0) + 64 * 2.0**-53 * (square + around)
     return cast(Array, np.minimum(bound, np.sqrt(mass * spread)))
+
+
+def largest_v(r: Reference) -> Array:
+    """The largest |v| of each column, times the largest dropout multiplier (B, Hkv, 1, Dv)."""
+    return cast(Array, r.av.max(-2, keepdims=True, initial=0.0) * (1.0 if r.z is None else r.z.max(initial=0.0)))
 
 
 def small_terms(r: Reference, eta: float, ftz: float) -> Array | float:
@@ -187,7 +203,7 @@ def overflowing_rows(r: Reference, c: Contract) -> Bools | None:
     if r.qk.max(initial=0.0) * size < reach and not narrow_bias:
         return None
     bad = np.abs(r.raw) * size + r.qk * size * 2.0**-9 >= c.s_max
-    rows = bad.any(-1, keepdims=True)
+    rows = any_of(bad, -1)
     if narrow_bias:
         high = np.where(r.live, r.s, 0.0).max(-1, keepdims=True, initial=0.0)
         rows = rows | (high >= reach) | (r.m <= -reach)

@@ -67,10 +67,14 @@ def _where(v: Violation) -> str:
     if v.index is not None:
         return f"element {list(v.index)}"
     if v.element < 0:
-        return f"{-v.element} elements before the first"
+        return f"{_elements(-v.element)} before the first"
     if v.element >= v.size:
-        return f"{v.element - v.size + 1} elements past the last"
+        return f"{_elements(v.element - v.size + 1)} past the last"
     return f"element {v.element} counted from the first"
+
+
+def _elements(n: int) -> str:
+    return "1 element" if n == 1 else f"{n} elements"
 
 
 def _count(v: Violation) -> str:

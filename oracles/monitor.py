@@ -73,6 +73,7 @@ class Monitor:
     shadows: dict[int, Shadow] = field(default_factory=dict)
     locking: set[str] = field(default_factory=set)  # kernels that use a lock or an integer atomic
     launch: Launch = field(default_factory=Launch)
+    overflowed: Array | None = None  # the lanes of the coming access whose address was made from an overflowed integer
 
     # what the caller reads
 
@@ -139,6 +140,17 @@ class Monitor:
         else:
             shadow.initialised = None
 
+    def mark_copied(self, source: Tensor, target: Tensor) -> None:
+        """Note that torch copied one tensor into another: what nothing wrote in the one is unwritten in the other."""
+        if source.device.type != "cpu" or target.device.type != "cpu":
+            return
+        missing = self.unwritten(source)
+        if missing is not None:
+            shadow = self.shadow_of(target)
+            if shadow.initialised is None:
+                shadow.initialised = np.ones(shadow.memory.size, bool)
+            flat(shadow.initialised, target).copy_(~missing)
+
     # launches
 
     def begin(self, kernel: str) -> None:
@@ -174,7 +186,8 @@ class Monitor:
 
     def access(self, addresses: Array, mask: Array, item: int, op: str) -> Access | None:
         """Check and count one access of `item` bytes a lane (0: the argument's own); None when no lane may be carried out."""
-        active = None
+        active, lanes = None, addresses.shape
+        mask = np.asarray(mask)
         if not mask.all():
             active = np.broadcast_to(mask, addresses.shape)
             addresses = addresses[active]
@@ -186,6 +199,10 @@ class Monitor:
             return None
         item = item or window.shadow.item
         elements = ((addresses - window.origin) >> np.uint64(window.shift)).view(np.int64)
+        if self.overflowed is not None:
+            marked = np.broadcast_to(self.overflowed, lanes)
+            relative = elements - window.tensor.storage_offset()
+            self.flag(f"overflow-{op}", window, relative, marked if active is None else marked[active])
         inside = low >= window.base and high <= window.last and item == window.shadow.item
         if not inside or int(np.bitwise_or.reduce(addresses, axis=None)) & (item - 1) or window.shown is not None:
             elements, active = self._legal(window, addresses, elements, active, item, op)

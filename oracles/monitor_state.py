@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -112,6 +112,10 @@ class Shadow:
             self.values = self.memory.astype(np.float64)
         return self.values
 
+    def refresh(self) -> None:
+        """Take every value from memory again."""
+        self.values = self.memory.astype(np.float64)
+
     def forget(self, elements: Array, why: str) -> None:
         """Something wrote these elements that has no unrounded value."""
         if self.values is not None:
@@ -148,7 +152,8 @@ class Window:
     last: int  # virtual address of the last element
 
 
-class Violation(NamedTuple):
+@dataclass(frozen=True)
+class Violation:
     """The first of `accesses` equal wrongs, which together had `lanes` lanes; `element` counts from the tensor's first."""
 
     kind: str
@@ -212,4 +217,4 @@ def merged(old: Violation | None, new: Callable[[], Violation], lanes: int) -> V
     """The violation with one more access; its place is that of the first."""
     if old is None:
         return new()
-    return old._replace(lanes=old.lanes + lanes, accesses=old.accesses + 1)
+    return replace(old, lanes=old.lanes + lanes, accesses=old.accesses + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .monitor import Monitor
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+_COPIES = frozenset({"clone", "_to_copy"})
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -30,6 +32,24 @@ def name_of(func: Any) -> str:
     return str(func._schema.name.rpartition("::")[2])
 
 
+def light(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    """The dispatch mode, which no longer loads torch's compiler when its first operation comes.
+
+    Torch wraps `__torch_dispatch__` to hide it from torch.compile, and the wrapper imports torch._dynamo: seconds that a process
+    without torch.compile need not spend. Once something else has imported it, the wrapper is used.
+    """
+    wrapped = mode.__torch_dispatch__
+    plain = getattr(wrapped, "__wrapped__", wrapped)
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chosen = wrapped if "torch._dynamo" in sys.modules else plain
+        return chosen(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
+    return mode
+
+
+@light
 class AllocationMode(TorchDispatchMode):
     """Tells a monitor about torch's allocations and writes."""
 
@@ -46,4 +66,8 @@ class AllocationMode(TorchDispatchMode):
             return out
         for tensor in written_arguments(func, args, kwargs):
             self.monitor.mark_written(tensor)
+        if name_of(func) in _COPIES:
+            self.monitor.mark_copied(args[0], out)
+        elif name_of(func) == "copy_":
+            self.monitor.mark_copied(args[1], out)
         return out

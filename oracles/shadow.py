@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .interpreter_fast_ops import forget_constants
 from .interpreter_patches import Patches
 from .monitor import Monitor
 from .monitor_state import flat
-from .monitor_torch import name_of, written_arguments
+from .monitor_torch import light, name_of, written_arguments
 
 _FLOATS = frozenset({"fp16", "bf16", "fp32", "fp64"})
 _FLOAT64 = np.dtype(np.float64)
@@ -34,7 +35,8 @@ def _is_float(type_: Any) -> bool:
 
 
 def apply(patches: Patches) -> None:
-    """Hold every float of the interpreter in float64."""
+    """Hold every float of the interpreter in float64; `forget_constants` when the patches are undone."""
+    forget_constants()
     builder, handle = interp.InterpreterBuilder, interp.TensorHandle
     narrow, cast_impl, fp_to_fp = interp._get_np_dtype, builder.cast_impl, builder.create_fp_to_fp
 
@@ -73,6 +75,7 @@ def apply(patches: Patches) -> None:
         patches.set(builder, f"get_{name}", constant(type_))
 
 
+@light
 class ShadowMode(TorchDispatchMode):
     """Carries unrounded values through torch's operations by doing each one again in float64.
 
@@ -114,22 +117,26 @@ class ShadowMode(TorchDispatchMode):
         return next((s.lost for s in shadows if s is not None and s.lost), "")
 
     def _carry(self, func: Any, twins: Any, results: list[Tensor], written: list[Tensor], lost: str) -> None:
-        results = [t for t in results if _carried(t)]
-        if not results and not written:
+        targets = [*(t for t in results if _carried(t)), *written]
+        if not targets:
             return
+        random = torch.Tag.nondeterministic_seeded in func.tags
         with _disable_current_modes():
-            try:
-                if torch.Tag.nondeterministic_seeded in func.tags:
-                    raise NotImplementedError("random")
-                again = [t for t in tree_flatten(func(*twins[0], **twins[1]))[0] if isinstance(t, Tensor)]
-                self._keep(results, [t for t in again if _carried(t)], written)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError):  # float64 cannot do what this dtype can
-                lost = lost or name_of(func)
-                for tensor in (*results, *written):
-                    self.monitor.shadow_of(tensor).forget(..., lost)
-        if lost:
-            for tensor in (*results, *written):
-                self.monitor.shadow_of(tensor).lost = lost
+            if random or not self._again(func, twins, results, written):
+                lost = lost or ("" if random and _draws_only(twins, written) else name_of(func))
+                for tensor in targets:
+                    self.monitor.shadow_of(tensor).refresh()
+        for tensor in targets:
+            self.monitor.shadow_of(tensor).lost = lost
+
+    def _again(self, func: Any, twins: Any, results: list[Tensor], written: list[Tensor]) -> bool:
+        """Whether the operation could be carried out in float64 too."""
+        try:
+            again = [t for t in tree_flatten(func(*twins[0], **twins[1]))[0] if isinstance(t, Tensor)]
+            self._keep([t for t in results if _carried(t)], [t for t in again if _carried(t)], written)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # float64 cannot do all that bf16 can
+            return False
+        return True
 
     def _keep(self, results: list[Tensor], again: list[Tensor], written: list[Tensor]) -> None:
         places = {t.untyped_storage().data_ptr() for t in written}
@@ -144,6 +151,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _carried(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _draws_only(twins: Any, written: list[Tensor]) -> bool:
+    """Whether a random operation has no input but what it overwrites: then its numbers are exactly what was drawn."""
+    return len([t for t in tree_flatten(twins)[0] if isinstance(t, Tensor)]) <= len(written)
 
 
 def _only_looks(func: Any) -> bool:

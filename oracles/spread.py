@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from .contract import Contract
-from .exact import Array, Bools, Reference
+from .exact import Array, Bools, Reference, any_of
 from .limits_backward import per_head
 
 NU = 0.541 / 3
@@ -52,6 +52,7 @@ class _Forward:
     wild: Bools
 
 
+@np.errstate(all="ignore")
 def sigmas(r: Reference, c: Contract, *, backward: bool = True) -> dict[str, Array]:
     """Expected standard deviation of the error of o, lse and, when wanted, dq, dk, dv, dbias, in the outputs' shapes."""
     units = _Units.of(c)
@@ -94,7 +95,9 @@ def _forward(r: Reference, c: Contract, units: _Units) -> _Forward:
     scores = _scores(r, c, units)
     log_weights = scores + NU * units.low * (2 * r.s**2 + 2 * r.m**2) + units.exp * (1 + T)
     row_ties, key_ties = _ties(r)
-    wild = (np.sqrt(log_weights.max(-1, keepdims=True, initial=0.0, where=np.broadcast_to(r.live, log_weights.shape)))) > FIRST_ORDER
+    wild = (
+        np.sqrt(log_weights.max(-1, keepdims=True, initial=0.0, where=np.broadcast_to(r.live, log_weights.shape)))
+    ) > FIRST_ORDER
     pz2 = p2 if r.z is None else r.pz * r.pz
     pv, pv2, o2 = r.pz @ r.av, pz2 @ v2, r.o * r.o
     o = _centred(r, p2 * log_weights) + NU * (c.p_u**2 + c.dot_u**2) * pv2
@@ -154,7 +157,7 @@ def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str
     dp = _products(r, c, units)
     delta = _delta(r, c, units, f, p2, dp)
     own = _ds(r, c, units, f, p2, weights, dp)
-    head = np.broadcast_to(f.wild, f.lse.shape).any(-2, keepdims=True)
+    head = any_of(np.broadcast_to(f.wild, f.lse.shape), -2)
     out = {
         "dq": r.heads(_hide(f.wild, _dq(r, c, units, f, own, delta))),
         "dk": _hide(head, _dk(r, c, units, f, own, delta, p2)),
@@ -176,7 +179,10 @@ def _products(r: Reference, c: Contract, units: _Units) -> Array:
         squares = squares * r.z * r.z
     return cast(
         Array,
-        NU * ((2 * c.dot_u**2 + units.acc * r.Dv / 2) * squares + (units.acc * r.Dv / 3 + units.low + c.dp_u**2) * r.dp**2),
+        NU
+        * (
+            (2 * c.dot_u**2 + units.acc * r.Dv / 2) * squares + (units.acc * r.Dv / 3 + units.low + c.dp_u**2) * r.dp**2
+        ),
     )
 
 
@@ -186,7 +192,11 @@ def _delta(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, dp:
     v = (p2 * (NU * c.p_u**2 * r.dp**2 + f.log_weights * r.t**2 + dp)).sum(-1, keepdims=True)
     v = v + NU * (c.out_u**2 + units.acc * r.Dv / 2) * stored
     v = v + NU * (units.acc * (r.Dv + r.n) / 3 + 4 * units.low) * r.delta**2
-    v = v + c.out_eta**2 / 3 * (r.do * r.do).sum(-1, keepdims=True) + c.p_eta**2 / 3 * (r.dp * r.dp).sum(-1, keepdims=True)
+    v = (
+        v
+        + c.out_eta**2 / 3 * (r.do * r.do).sum(-1, keepdims=True)
+        + c.p_eta**2 / 3 * (r.dp * r.dp).sum(-1, keepdims=True)
+    )
     tied = f.row_ties * (r.p * r.adp).sum(-1, keepdims=True)
     v = v + (NU * max(c.p_u, 2 * c.u) ** 2 + units.exp) * tied**2
     common = units.rz if c.delta == "do.o" else f.lse + units.rz
@@ -225,7 +235,7 @@ def _dk(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
         size = r.ads.swapaxes(-1, -2) @ r.aq
         v = v + NU * ((c.ds_u * f.key_ties) ** 2 + c.gqa_u**2) * size**2
     common = NU * (units.acc * r.nq / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
-    return _low_accumulator(r, c, square * v + common * r.dk**2 + c.out_eta**2 / 3, r.dk)
+    return _low_accumulator(r, c, square * v + common * r.dk**2 + c.out_eta**2 / 3, r.dk, r.ds * abs(r.scale), q2)
 
 
 def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weights: Array) -> Array:
@@ -240,11 +250,13 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
     if c.gqa_u and r.G > 1:
         v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.ado) ** 2
     common = NU * (units.acc * r.nq / 3 + c.out_u**2) + units.rz
-    return _low_accumulator(r, c, v + common * r.dv**2 + c.out_eta**2 / 3, r.dv)
+    return _low_accumulator(r, c, v + common * r.dv**2 + c.out_eta**2 / 3, r.dv, r.pz, do2)
 
 
-def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array) -> Array:
+def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array, weights: Array, squares: Array) -> Array:
+    """With the rounding of partial sums, whose square is as large as the total's or as a random walk's."""
     if not c.dkv_acc_u:
         return v
     tiles = -(-r.Lq // c.q_tile)
-    return v + tiles * (NU * c.dkv_acc_u**2 * total**2 + c.acc_eta**2 / 3)
+    partial = total**2 + (weights * weights).swapaxes(-1, -2) @ squares
+    return cast(Array, v + tiles * (NU * c.dkv_acc_u**2 * partial + c.acc_eta**2 / 3))

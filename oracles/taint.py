@@ -8,14 +8,14 @@ key that some rows see reaches all of them: 0 * NaN in P V is what a tile does f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .contract import Contract
-from .exact import Bools, Problem, Rows
+from .exact import Bools, Problem, Rows, any_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def separate(problem: Problem, contract: Contract) -> tuple[Problem, Taint | Non
     wrong = {n: _wrong(problem, n) for n in names}
     if not any(w.any() for w in wrong.values()):
         return problem, None
-    clean = {n: _zeroed(getattr(problem, n), w) for n, w in wrong.items() if w.any()}
+    clean: dict[str, Any] = {n: _zeroed(getattr(problem, n), w) for n, w in wrong.items() if w.any()}
     return replace(problem, **clean), _taint(problem, contract, wrong)
 
 
@@ -50,15 +50,17 @@ def _taint(problem: Problem, contract: Contract, wrong: dict[str, Bools]) -> Tai
     at = Rows(*problem.sizes)
     live = np.broadcast_to(at.live(problem), (at.B, at.Hkv, at.R, at.Lk))
     everywhere = contract.masked_nonfinite == "may_leak"
-    see = np.ones((at.B, at.Hkv, at.Lk, 1), bool) if everywhere else live.any(-2)[..., None]  # keys that a row may touch
-    q = at.rows(wrong["q"]).any(-1, keepdims=True)
-    k = (see & wrong["k"].any(-1, keepdims=True)).any(-2, keepdims=True)
+    see = (
+        np.ones((at.B, at.Hkv, at.Lk, 1), bool) if everywhere else any_of(live, -2).swapaxes(-1, -2)
+    )  # keys that a row may touch
+    q = any_of(at.rows(wrong["q"]), -1)
+    k = any_of(see & any_of(wrong["k"], -1), -2)
     bias = _pairs(at, live, wrong.get("bias"))
-    softmax = np.broadcast_to(q | k | bias.any(-1, keepdims=True), (at.B, at.Hkv, at.R, 1))
-    o = softmax | (see & wrong["v"]).any(-2, keepdims=True)
+    softmax = np.broadcast_to(q | k | any_of(bias, -1), (at.B, at.Hkv, at.R, 1))
+    o = softmax | any_of(see & wrong["v"], -2)
     cones = {"o": at.heads(o), "lse": at.heads(softmax)[..., 0]}
     if problem.do is not None:
-        cones |= _gradient_cones(problem, at, wrong, see, softmax, o)
+        cones |= _gradient_cones(problem, at, wrong, softmax, o)
     return Taint(cones, at.heads(_must(problem, at, live, wrong)))
 
 
@@ -67,22 +69,22 @@ def _pairs(at: Rows, live: Bools, bias: Bools | None) -> Bools:
     return np.zeros((1, 1, 1, 1), bool) if bias is None else live & at.pairs(bias)
 
 
-def _gradient_cones(problem: Problem, at: Rows, wrong: dict[str, Bools], see: Bools, softmax: Bools, o: Bools) -> dict[str, Bools]:
-    """delta and dS are per row, so any taint of a row of o or do taints its dS; dk and dv gather every row that sees the key."""
+def _gradient_cones(problem: Problem, at: Rows, wrong: dict[str, Bools], softmax: Bools, o: Bools) -> dict[str, Bools]:
+    """delta and dS are per row, so any taint of a row of o or do taints its dS, masked pairs included; dk and dv gather rows."""
     do = at.rows(wrong["do"])
-    row = softmax | o.any(-1, keepdims=True) | do.any(-1, keepdims=True)
+    row = softmax | any_of(o, -1) | any_of(do, -1)
     if "dlse" in wrong:
         row = row | at.rows(wrong["dlse"][..., None])
-    column = row.any(-2, keepdims=True)
+    column = any_of(row, -2)
     cones = {
         "dq": np.broadcast_to(at.heads(row), problem.q.shape),
-        "dk": np.broadcast_to(see & column, problem.k.shape),
-        "dv": see & (softmax | do).any(-2, keepdims=True),
+        "dk": np.broadcast_to(column, problem.k.shape),
+        "dv": np.broadcast_to(any_of(softmax | do, -2), problem.v.shape),
     }
     if problem.bias is not None:
         full = at.full(np.broadcast_to(row, (*row.shape[:3], at.Lk)))
         axes = tuple(i for i, n in enumerate(problem.bias.shape) if n == 1)
-        cones["dbias"] = full.any(axes, keepdims=True) if axes else full
+        cones["dbias"] = cast(Bools, full.any(axes, keepdims=True)) if axes else full
     return cones
 
 
@@ -93,10 +95,10 @@ def _must(problem: Problem, at: Rows, live: Bools, wrong: dict[str, Bools]) -> B
     score does depends on the formula, so it promises nothing; nor does a dropped key.
     """
     used = live if problem.dropout is None else live & (at.rows(problem.array("dropout")) != 0)
-    nan_q = at.rows(np.isnan(problem.array("q"))).any(-1, keepdims=True)
-    nan_k = np.isnan(problem.array("k")).any(-1)[..., None, :]
+    nan_q = any_of(at.rows(np.isnan(problem.array("q"))), -1)
+    nan_k = any_of(np.isnan(problem.array("k")), -1).swapaxes(-1, -2)
     scores = live & (nan_q | nan_k)
     if problem.bias is not None:
         scores = scores | (live & at.pairs(np.isnan(problem.array("bias"))))
     through_v = (used.astype(np.float64) @ wrong["v"].astype(np.float64)) > 0
-    return cast(Bools, scores.any(-1, keepdims=True) | through_v)
+    return cast(Bools, any_of(scores, -1) | through_v)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .contract import Contract
-from .diagnose import Deviation, explain
+from .diagnose import Deviation, diagnose
 from .elements import ValueReport, judge_problem
 from .exact import Problem
 from .identities import judge_unknown_dropout
@@ -30,8 +30,3 @@ def judge_values(
     if inputs.case.dropout and not dropout_known:
         return judge_unknown_dropout(Problem.of(inputs, dropout_known=False), outputs, contract, inputs.case.dropout)
     return judge_problem(Problem.of(inputs), outputs, contract, generic=generic)
-
-
-def diagnose(inputs: Inputs, outputs: Mapping[str, Tensor], contract: Contract) -> list[Deviation]:
-    """The single relaxations of the contract that explain every output, likeliest first; empty means a logic bug."""
-    return explain(Problem.of(inputs), outputs, contract)

@@ -8,7 +8,9 @@ from .exact import Array, Bools
 from .finding import Finding
 
 
-def element_finding(oracle: str, name: str, x: Array, want: Array, limit: Array, ratio: Array, must: Bools | None) -> Finding:
+def element_finding(
+    oracle: str, name: str, x: Array, want: Array, limit: Array, ratio: Array, must: Bools | None
+) -> Finding:
     """The worst element, with the next worst in the details."""
     order = np.argsort(-ratio, axis=None, kind="stable")[: min(5, int((ratio > 0).sum()))]
     worst = [tuple(int(i) for i in np.unravel_index(flat, ratio.shape)) for flat in order]
@@ -17,9 +19,13 @@ def element_finding(oracle: str, name: str, x: Array, want: Array, limit: Array,
     error = abs(got - exact)
     if must is not None and oracle == "nonfinite" and bool(must[at]):
         exact = float("nan")
-    elements = [{"index": list(i), "got": _plain(x[i]), "want": _plain(want[i]), "limit": _plain(limit[i])} for i in worst]
+    elements = [
+        {"index": list(i), "got": _plain(x[i]), "want": _plain(want[i]), "limit": _plain(limit[i])} for i in worst
+    ]
     details = {"count": int((ratio > 0).sum()), "of": int(ratio.size), "worst": elements}
-    return Finding(oracle, name, _message(oracle, at, error, bound, got, exact), at, error, bound, got, exact, details=details)
+    return Finding(
+        oracle, name, _message(oracle, at, error, bound, got, exact), at, error, bound, got, exact, details=details
+    )
 
 
 def _plain(value: float) -> float | str:
@@ -55,12 +61,18 @@ def pair(got: float, want: float) -> tuple[str, str]:
 
 
 def shape_finding(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Finding:
-    return Finding("shape", name, f"shape must be {list(want)}, got {list(got)}", details={"got": list(got), "want": list(want)})
+    """A tensor of the wrong shape."""
+    return Finding(
+        "shape", name, f"shape must be {list(want)}, got {list(got)}", details={"got": list(got), "want": list(want)}
+    )
 
 
 def statistical_finding(name: str, rms: float, largest: float, count: int, zrms: float, zmax: float) -> Finding:
+    """A warning of the statistical tier."""
     message = (
         f"errors are larger than independent roundings explain: {rms:.2f} times the expected scale on average (limit {zrms:g}), "
         f"{largest:.1f} times at worst (limit {zmax:g}) over {count} elements"
     )
-    return Finding("statistical", name, message, severity="warning", details={"zrms": rms, "zmax": largest, "count": count})
+    return Finding(
+        "statistical", name, message, severity="warning", details={"zrms": rms, "zmax": largest, "count": count}
+    )

@@ -13,7 +13,15 @@ from flashproof.oracles.finding import Finding
 
 FINDING = Finding("value", "dk", "error 3e-2 exceeds limit 4e-3", (0, 1, 2, 3), 3e-2, 4e-3, 0.1, float("nan"))
 RECORD = Record(
-    "mine.py:attention", Case(Lk=65, mask=Causal() & Random(50)), "sdpa", "cpu", "ieee", (Case(Lk=3),), (FINDING,), {"torch": "2.13"}, "2026-01-02"
+    "mine.py:attention",
+    Case(Lk=65, mask=Causal() & Random(50)),
+    "sdpa",
+    "cpu",
+    "ieee",
+    (Case(Lk=3),),
+    (FINDING,),
+    {"torch": "2.13"},
+    "2026-01-02",
 )
 
 
@@ -91,7 +99,13 @@ def test_a_wrong_field_is_named(tmp_path, changes, says):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "must be JSON"), (b"{", "must be JSON"), (b"[1]", "must hold a JSON object"), (b"\xff\xfe\x00", "got binary data"), (b"[" * 100_000, "JSON")],
+    [
+        (b"", "must be JSON"),
+        (b"{", "must be JSON"),
+        (b"[1]", "must hold a JSON object"),
+        (b"\xff\xfe\x00", "got binary data"),
+        (b"[" * 100_000, "JSON"),
+    ],
 )
 def test_a_file_that_is_no_case_file_is_named(tmp_path, content, says):
     path = tmp_path / "f.json"

@@ -111,7 +111,10 @@ def test_sdpa_says_flags_where_it_can_and_dense_masks_elsewhere(case: Case, expe
         (SMALL.but(mask=Causal("bottom_right")), {"causal": True}),
         (SQUARE.but(mask=Causal()), {"causal": True}),
         (SMALL.but(mask=Window(2, 1, "bottom_right")), {"window_size": (2, 1)}),
-        (SMALL.but(mask=Causal("bottom_right") & Window(2, -1, "bottom_right")), {"causal": True, "window_size": (2, -1)}),
+        (
+            SMALL.but(mask=Causal("bottom_right") & Window(2, -1, "bottom_right")),
+            {"causal": True, "window_size": (2, -1)},
+        ),
         (SMALL.but(softcap=0.5, scale=2.0), {"softcap": 0.5, "softmax_scale": 2.0}),
     ],
 )
@@ -177,6 +180,28 @@ def test_leaves_keep_the_drawn_layout() -> None:
     assert seen == [inputs.q.transpose(1, 2).stride()]
 
 
+def test_gradient_of_the_output_arrives_in_the_drawn_layout() -> None:
+    seen: list[Tensor] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor) -> Tensor:
+            return 2 * q
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor) -> Tensor:
+            seen.append(do)
+            return 2 * do
+
+    inputs = build(Case(Lq=3, Hq=2, Hkv=2, D=4, Dv=4, layout_do="transposed"))
+    outputs = call(
+        recognise(lambda q, k, v, is_causal=False: 0), lambda q, k, v: Double.apply(q) + 0 * (k.sum() + v.sum()), inputs
+    )
+    assert seen[0].stride() == inputs.do.stride()
+    assert seen[0].data_ptr() == inputs.do.data_ptr()
+    assert torch.equal(outputs["dq"], 2 * inputs.do)
+
+
 def test_no_gradient_means_no_grad_mode() -> None:
     modes: list[bool] = []
 
@@ -203,7 +228,9 @@ def test_gradient_of_the_additive_mask_has_the_shape_of_the_bias() -> None:
 
 def test_gradient_through_lse_is_taken() -> None:
     case = SMALL.but(requires_grad="v", lse_grad=True)
-    plain, more = (call(NATIVE, RIGHT["native"], build(c.but(requires_grad="qv"))) for c in (case.but(lse_grad=False), case))
+    plain, more = (
+        call(NATIVE, RIGHT["native"], build(c.but(requires_grad="qv"))) for c in (case.but(lse_grad=False), case)
+    )
     assert torch.equal(plain["dv"], more["dv"])
     assert not torch.equal(plain["dq"], more["dq"])
 

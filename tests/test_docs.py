@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from flashproof.__main__ import flashproof
 from flashproof.fuzz import case, masks
 from flashproof.fuzz.commands import Exit
 from flashproof.fuzz.dialects import DIALECTS
+from flashproof.fuzz.listing import ORACLES
 from flashproof.impls import load_registry
 from flashproof.oracles.contract import PRESETS, Contract
 
@@ -51,6 +53,7 @@ def quoted(page: str) -> set[str]:
         ("targets.md", DIALECTS),
         ("targets.md", [n for d in DIALECTS.values() for names in d.keywords.values() for n in names]),
         ("targets.md", load_registry()),
+        ("oracles.md", ORACLES),
         ("limits.md", PRESETS),
         ("limits.md", [f.name for f in fields(Contract)]),
         ("cli.md", COMMANDS),
@@ -62,6 +65,19 @@ def test_a_page_names_all_there_is(page, names):
     assert not missing, f"docs/{page} must name {', '.join(missing)}"
 
 
+def test_every_oracle_that_makes_findings_is_listed():
+    calls = [
+        node
+        for folder in ("fuzz", "oracles", "ci")
+        for path in (ROOT / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding" and node.args
+    ]
+    named = {c.args[0].value for c in calls if isinstance(c.args[0], ast.Constant)}
+    assert named
+    assert named <= set(ORACLES)
+
+
 def test_every_exit_code_is_documented():
     listed = re.findall(r"^\| (\d) \|", (DOCS / "exit-codes.md").read_text(), re.MULTILINE)
     assert [int(n) for n in listed] == sorted(Exit)
@@ -69,7 +85,8 @@ def test_every_exit_code_is_documented():
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_of_a_command_ends_with_an_example(name):
-    assert (COMMANDS[name].help or "").rstrip().splitlines()[-1].strip().startswith(f"flashproof {name} ")
+    last = (COMMANDS[name].help or "").rstrip().splitlines()[-1].strip()
+    assert last.startswith(f"Example: flashproof {name} ")
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

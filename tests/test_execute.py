@@ -161,7 +161,10 @@ def test_execution_survives_json() -> None:
     assert again == out
 
 
-@pytest.mark.parametrize(("device", "error"), [("cuda:999", DeviceAbsent), ("tpu", ValueError), ("cpu:1", ValueError), ("cuda:x", ValueError)])
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [("cuda:999", DeviceAbsent), ("tpu", ValueError), ("cpu:1", ValueError), ("cuda:x", ValueError)],
+)
 def test_device_that_is_not_there(device: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=device):
         present(device)

@@ -8,6 +8,7 @@ import torch
 
 from flashproof.impls import REGISTRY
 from flashproof.impls.loading import TargetError, load, own_frames, takes_q_k_v
+from flashproof.oracles.invariants import Watched
 
 TARGETS = Path(__file__).parent / "targets"
 
@@ -27,7 +28,10 @@ def test_registered_callable_named_by_its_module_is_the_registered_implementatio
 
 
 def test_module_and_attribute() -> None:
-    assert load("torch.nn.functional:scaled_dot_product_attention").call is torch.nn.functional.scaled_dot_product_attention
+    assert (
+        load("torch.nn.functional:scaled_dot_product_attention").call
+        is torch.nn.functional.scaled_dot_product_attention
+    )
 
 
 def test_attribute_of_a_file_which_imports_its_sibling() -> None:
@@ -110,8 +114,7 @@ def test_modules_and_partials_are_candidates() -> None:
     assert not takes_q_k_v(lambda x, y, z: x)
 
 
-def test_frames_of_the_harness_are_left_out() -> None:
-    try:
-        raise RuntimeError("x")
-    except RuntimeError as e:
-        assert "test_loading.py" in own_frames(e)
+def test_traceback_begins_where_the_harness_ends() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        Watched(lambda: 1 // 0, random=False)()
+    assert "test_loading.py" in own_frames(caught.value).splitlines()[1]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashproof.fuzz import wire, worker
+from flashproof.fuzz import nursery, wire, worker
 from flashproof.fuzz.case import Case
-from flashproof.fuzz.execute import DeviceAbsent
+from flashproof.fuzz.execute import DeviceAbsent, Runner
 from flashproof.fuzz.worker import Worker, WorkerError
 from flashproof.impls.loading import TargetError
 
@@ -21,6 +23,12 @@ SHORT, LONG = Case(Lk=3), Case(Lk=6)
 
 def faulty(name: str) -> str:
     return f"{TARGETS}/faulty.py:{name}"
+
+
+def written(folder: Path, code: str) -> str:
+    """A target file with this code."""
+    (folder / "written.py").write_text(textwrap.dedent(code))
+    return f"{folder}/written.py:f"
 
 
 def alive(pid: int) -> bool:
@@ -37,8 +45,6 @@ def right() -> Iterator[Worker]:
 
 
 def test_worker_gives_what_a_runner_gives(right: Worker) -> None:
-    from flashproof.fuzz.execute import Runner
-
     case = Case(B=2, Hq=2, Hkv=1, Lq=3, Lk=4, D=2, dtype="bfloat16")
     here, there = Runner(f"{TARGETS}/right.py:sdpa").run(case), right.run(case)
     assert there.status == here.status == "ok"
@@ -50,10 +56,37 @@ def test_empty_outputs_cross_the_pipe(right: Worker) -> None:
     assert right.run(Case(Lq=0, Lk=0, B=2)).outputs["o"].shape == (2, 1, 0, 1)
 
 
-def test_child_has_one_thread_and_interprets_triton(right: Worker) -> None:
-    assert worker._environment("cpu")["TRITON_INTERPRET"] == "1"
-    assert "TRITON_INTERPRET" not in worker._environment("cuda")
-    assert worker._environment("cuda")["OMP_NUM_THREADS"] == "1"
+def test_child_has_one_thread_and_interprets_triton(tmp_path: Path) -> None:
+    code = """
+    import os, torch
+    def f(q, k, v, is_causal=False):
+        print(torch.get_num_threads(), os.environ["TRITON_INTERPRET"])
+    """
+    with Worker(written(tmp_path, code)) as one:
+        assert one.run(SHORT).printed == "1 1\n"
+
+
+def test_nursery_leaves_the_choice_of_the_interpreter_to_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" not in nursery._environment()
+
+
+def test_a_first_case_imports_nothing_slow(tmp_path: Path) -> None:
+    code = """
+    import sys
+    def f(q, k, v, is_causal=False):
+        print(*{"sympy", "torch._dynamo", "triton"} & set(sys.modules))
+        return q + 0 * (k + v)
+    """
+    with Worker(written(tmp_path, code)) as one:
+        assert [one.run(Case(seed=n)).printed for n in range(2)] == ["\n", "\n"]
+
+
+def test_nursery_that_died_is_replaced() -> None:
+    nursery.nursery().process.kill()
+    nursery.nursery().process.wait()
+    with Worker(f"{TARGETS}/right.py:sdpa") as one:
+        assert one.run(SHORT).status == "ok"
 
 
 def test_crash_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -84,7 +117,7 @@ def test_log_names_the_case_before_it_runs(tmp_path: Path, monkeypatch: pytest.M
 def test_hang_ends_at_its_deadline_with_its_process_group() -> None:
     with Worker(faulty("hangs_long")) as one:
         assert one.run(SHORT).status == "ok"
-        pid = one._start().process.pid
+        pid = one._start().pid
         started = time.monotonic()
         out = one.run(LONG, deadline=0.5)
         assert time.monotonic() - started < 5
@@ -99,9 +132,16 @@ def test_exit_of_the_target_is_a_crash() -> None:
     assert (out.status, out.message) == ("crashed", "exited with code 0")
 
 
-def test_child_killed_from_outside_is_no_fault_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "mark"))
-    with Worker(faulty("killed_once")) as one:
+def test_child_killed_from_outside_is_no_fault_of_the_target(tmp_path: Path) -> None:
+    code = f"""
+    import os
+    def f(q, k, v, is_causal=False):
+        if not os.path.exists({str(tmp_path / "mark")!r}):
+            open({str(tmp_path / "mark")!r}, "w").close()
+            os.kill(os.getpid(), 9)
+        return q + 0 * (k + v)
+    """
+    with Worker(written(tmp_path, code)) as one:
         assert one.run(SHORT).status == "ok"
         assert one.lost == 1
 
@@ -122,12 +162,28 @@ def test_write_past_a_workspace_is_found() -> None:
         assert [f.key for f in one.run(SHORT).findings] == ["guard:workspace"]
 
 
+def test_kernel_that_is_imported_in_the_first_call_is_monitored_in_it() -> None:
+    with Worker(f"{TARGETS}/lazy_triton.py:attention") as one:
+        (found,) = one.run(SHORT).findings
+    assert found.key == "memory:K"
+    assert "out-of-bounds load, in last at lazy_kernel.py:" in found.message
+
+
+def test_exact_outputs_of_interpreted_kernels_cross_the_pipe() -> None:
+    with Worker("triton_flash") as one:
+        out = one.run(Case(Lq=3, Lk=5, D=4, Dv=4, dtype="bfloat16"), exact=True)
+    assert out.findings == []
+    assert out.exact is not None
+    assert set(out.exact) == set(out.outputs) == {"o", "lse", "dq", "dk", "dv"}
+    assert {x.dtype for x in out.exact.values()} == {torch.float64}
+
+
 def test_restart_gives_a_new_process(right: Worker) -> None:
     right.run(SHORT)
-    before = right._start().process.pid
+    before = right._start().pid
     right.restart()
     right.run(SHORT)
-    assert right._start().process.pid != before
+    assert right._start().pid != before
     assert list(right.history) == [SHORT]
 
 
@@ -139,10 +195,10 @@ def test_child_leaves_when_its_parent_goes() -> None:
     os.close(os.dup2(os.open(os.devnull, os.O_WRONLY), child.requests))
     child.requests = os.open(os.devnull, os.O_WRONLY)
     for _ in range(50):
-        if not alive(child.process.pid):
+        if not alive(child.pid):
             break
         time.sleep(0.1)
-    assert not alive(child.process.pid)
+    assert not alive(child.pid)
     one.close()
 
 
@@ -150,13 +206,19 @@ def test_child_leaves_when_its_parent_goes() -> None:
     ("arguments", "error", "words"),
     [
         ({"target": "no_such_name"}, TargetError, "known names: "),
-        ({"target": f"{TARGETS}/broken.py:f"}, TargetError, "ModuleNotFoundError: No module named 'module_that_is_absent'"),
+        (
+            {"target": f"{TARGETS}/broken.py:f"},
+            TargetError,
+            "ModuleNotFoundError: No module named 'module_that_is_absent'",
+        ),
         ({"target": f"{TARGETS}/single.py:helper"}, ValueError, "must begin with the parameters"),
         ({"target": f"{TARGETS}/right.py:sdpa", "device": "cuda:99"}, DeviceAbsent, "device cuda:99 is not there"),
         ({"target": f"{TARGETS}/right.py:sdpa", "contract": "nonsense"}, ValueError, "nonsense"),
     ],
 )
-def test_what_stops_a_start_is_said_in_the_parent(arguments: dict[str, str], error: type[Exception], words: str) -> None:
+def test_what_stops_a_start_is_said_in_the_parent(
+    arguments: dict[str, str], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         Worker(**arguments)  # type: ignore[arg-type]
 
@@ -168,10 +230,8 @@ def test_import_error_carries_the_targets_traceback() -> None:
 
 
 def test_death_during_the_import_is_the_targets(tmp_path: Path) -> None:
-    file = tmp_path / "dies.py"
-    file.write_text("import os\nprint('last words', flush=True)\nos.abort()\n")
     with pytest.raises(TargetError, match="could not be imported: SIGABRT") as caught:
-        Worker(f"{file}:f")
+        Worker(written(tmp_path, "import os; print('last words', flush=True); os.abort()"))
     assert "last words" in caught.value.traceback
 
 
@@ -214,8 +274,6 @@ def test_tensors_cross_the_wire_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_large_tensors_cross_a_pipe_piece_by_piece() -> None:
-    import threading
-
     x = torch.randn(1 << 18)
     end, start = os.pipe()
     threading.Thread(target=wire.send, args=(start, {}, {"x": x})).start()

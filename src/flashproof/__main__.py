@@ -10,7 +10,7 @@ import click
 
 from .ci import gate
 from .fuzz import cli
-from .fuzz.commands import Exit, flashproof
+from .fuzz.commands import Exit, Stop, flashproof
 
 MODULES = (cli, gate)
 """Importing them registered their commands."""
@@ -30,14 +30,14 @@ def run(arguments: list[str] | None = None) -> int:
         return e.exit_code
     except click.ClickException as e:
         e.show()
-        return e.exit_code
+        return int(e.code) if isinstance(e, Stop) else e.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("Stopped before anything was measured.", err=True)
         return int(Exit.BLIND)
     except BrokenPipeError:
         sys.stdout = None  # the reader went away (`| head`): nothing is left to flush
         return int(Exit.RIGHT)
-    except Exception:  # our own bug: it must look neither like a wrong target (1) nor like a right one (0)
+    except Exception:  # noqa: BLE001 (our own bug: it must look neither like a wrong target nor like a right one)
         traceback.print_exc()
         click.echo("Error: flashproof itself failed; please report the lines above.", err=True)
         return int(Exit.INFRASTRUCTURE)

@@ -30,7 +30,7 @@ def one_core():
 def campaign(target: str, **budget):
     with Worker(target) as worker:
         judge = Judge(worker)
-        return hunt(judge, judge.region, seed=0, **budget)
+        return hunt(judge, seed=0, **budget)
 
 
 @pytest.mark.parametrize("target", EXAMPLES)
@@ -40,7 +40,7 @@ def bench_cases_a_second(benchmark, target):
 
         def fuzz():
             judge = Judge(worker)  # remembers nothing of the round before
-            return hunt(judge, judge.region, seed=0, examples=EXAMPLES[target])
+            return hunt(judge, seed=0, examples=EXAMPLES[target])
 
         done = benchmark.pedantic(fuzz, rounds=3, warmup_rounds=1)
     assert not done.failures

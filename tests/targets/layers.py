@@ -24,7 +24,8 @@ def attend(q, k, v, *, keep=None, bias=0.0, scale=None, softcap=0.0, dropout=0.0
     s = s + bias
     s = s if keep is None else s.masked_fill(~keep, -torch.inf)
     dead = (s == -torch.inf).all(-1, keepdim=True)
-    lse = torch.logsumexp(s.masked_fill(dead, 0.0), -1) if k.shape[2] else s.new_full(s.shape[:-1], -torch.inf) + s.sum(-1)
-    p = torch.exp(s.masked_fill(dead, 0.0) - lse[..., None]).masked_fill(dead, 0.0)
+    s = s.masked_fill(dead, 0.0)
+    p = torch.softmax(s, -1).masked_fill(dead, 0.0)
     p = torch.nn.functional.dropout(p, dropout) if dropout else p
-    return (p @ v32).to(q.dtype), lse.masked_fill(dead[..., 0], -torch.inf)
+    lse = torch.logsumexp(s, -1).masked_fill(dead[..., 0], -torch.inf)
+    return (p @ v32).to(q.dtype), lse

@@ -15,7 +15,9 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     return attend(query, key, value, keep=keep, bias=bias, scale=scale, dropout=dropout_p)[0]
 
 
-def flash(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, return_lse=False):
+def flash(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, return_lse=False
+):
     Lq, Lk = q.shape[1], k.shape[1]
     keep = window_mask(Lq, Lk, *window_size)
     if causal:

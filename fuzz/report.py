@@ -1,0 +1,264 @@
+"""The text of failures and of a campaign, and the same as JSON. At most WIDTH columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tabulate import tabulate
+
+from ..oracles.finding import Finding
+from .found import MIN_CASES, Campaign, Failure, blind_because, verdict_and_exit_code
+from .judge import Verdict
+from .learn import differences
+from .words import sentence
+
+WIDTH = 100
+_LABEL = 10
+WORST = 5
+TRACE_LINES = 12
+LEAK = (
+    "NaN or Inf in keys that every row masks reaches the output, as in 0 * NaN; mask v (or skip those keys), or declare "
+    "--contract masked_nonfinite=may_leak"
+)
+Replay = Callable[[Failure], str]
+
+
+def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
+    """One distinct failure: the smallest case, what is wrong, where, what passes, how often, the line to paste."""
+    if failure.behind:
+        return _consequence(failure, replay, heading)
+    body = failure_block(failure.verdict, failure.key)
+    rows = [
+        ("where", failure.pattern),
+        ("first in", _first_seen(failure)),
+        ("passes", "; ".join(n.words for n in failure.nearest)),
+        ("repeats", repeats(failure)),
+        ("shrunk", "" if failure.shrunk else "not to the end; a smaller case may exist"),
+        ("replay", replay),
+    ]
+    title = heading or f"FAILURE {failure.key}"
+    return "\n".join([title, body, *_preceding(failure), *(labelled(n, text) for n, text in rows if text)])
+
+
+def failure_block(verdict: Verdict, key: str = "") -> str:
+    """What is wrong with one case: the case in a sentence, every finding, the worst elements, what would explain them."""
+    failing = sorted(verdict.failures, key=lambda f: f.key != key)
+    lines = [labelled("case", sentence(verdict.case))]
+    for finding in failing:
+        lines.append(labelled("finding", str(finding)))
+        if finding is failing[0]:
+            lines += _worst(finding) + _printed(finding)
+    wrong = {f.tensor for f in failing}
+    lines += [
+        labelled("warning", str(f)) for f in verdict.findings if f.severity == "warning" and f.tensor not in wrong
+    ]
+    return "\n".join(lines + _deviations(verdict))
+
+
+def labelled(label: str, text: str) -> str:
+    """`  label     text`, wrapped with a hanging indent. A line to paste is never broken."""
+    first = f"  {label:{_LABEL - 2}} "
+    if label == "replay":
+        return first + text
+    blank = " " * len(first)
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=blank, break_on_hyphens=False)
+
+
+def _worst(finding: Finding) -> list[str]:
+    """A table of the worst elements, where the finding has more than one."""
+    worst = finding.details.get("worst", [])[:WORST]
+    if len(worst) < 2:
+        return []
+    rows = [(str(w["index"]), _number(w["got"]), _number(w["want"]), _error(w), _number(w["limit"])) for w in worst]
+    text = tabulate(rows, headers=["index", "got", "want", "error", "limit"], disable_numparse=True, tablefmt="plain")
+    count, of = finding.details.get("count", len(worst)), finding.details.get("of", 0)
+    title = f"{count} of {of} elements; the worst" if of else "the worst"
+    return [labelled("worst", title), *(" " * (_LABEL + 1) + line for line in text.splitlines())]
+
+
+def _number(x: Any) -> str:
+    return f"{float(x):.6g}"
+
+
+def _error(worst: dict[str, Any]) -> str:
+    return f"{abs(float(worst['got']) - float(worst['want'])):.2g}"
+
+
+def _printed(finding: Finding) -> list[str]:
+    """The end of a traceback, or of what a dead process printed."""
+    text = str(finding.details.get("traceback") or finding.details.get("printed") or "").rstrip()
+    lines = text.splitlines()[-TRACE_LINES:]
+    return [" " * (_LABEL + 1) + line[: WIDTH - _LABEL - 1] for line in lines]
+
+
+def _deviations(verdict: Verdict) -> list[str]:
+    """Single departures from the contract that explain every wrong value, and what settles each."""
+    still = "still a failure under the declared contract"
+    out = [labelled("explains", f"{d}; {still}") for d in verdict.deviations]
+    leaks = verdict.case.data == "nonfinite_masked" and any(f.oracle == "nonfinite" for f in verdict.failures)
+    return out + ([labelled("explains", LEAK)] if leaks else [])
+
+
+def _first_seen(failure: Failure) -> str:
+    if failure.original == failure.case:
+        return ""
+    where = f": {failure.original_pattern}" if failure.original_pattern not in ("", failure.pattern) else ""
+    more = f"; {failure.count} cases failed so" if failure.count > 1 else ""
+    return sentence(failure.original) + where + more
+
+
+def repeats(failure: Failure) -> str:
+    """How often the case fails when it is run again."""
+    seen, times = failure.reproduced
+    if not times:
+        return ""
+    text = f"fails {seen} of {times} times"
+    if failure.preceding:
+        return f"{text}; in a new process only after {_cases(len(failure.preceding))}: the target keeps state between calls"
+    if failure.fresh is None:
+        return text
+    if failure.fresh:
+        return f"{text}, in a new process too"
+    hint = "not in a new process: it depends on earlier calls" if seen else "a race, or memory that was not initialised"
+    return f"{text}; {hint}"
+
+
+def _cases(n: int) -> str:
+    return "the case above" if n == 1 else f"the {n} cases above"
+
+
+def _preceding(failure: Failure) -> list[str]:
+    return [labelled("before", sentence(c)) for c in failure.preceding]
+
+
+def _consequence(failure: Failure, replay: str, heading: str) -> str:
+    """A failure that the case of an earlier one shows too, in few lines."""
+    finding = next(f for f in failure.verdict.failures if f.key == failure.key)
+    lines = [
+        heading or f"FAILURE {failure.key}",
+        labelled("case", sentence(failure.case)),
+        labelled("finding", str(finding)),
+    ]
+    lines.append(labelled("behind", f"the same case fails {failure.behind}, which may be the cause"))
+    return "\n".join([*lines, *([labelled("replay", replay)] if replay else [])])
+
+
+def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
+    """Every failure under its number, then the keys of those that were only counted."""
+    total = len(campaign.failures)
+    blocks = []
+    for n, failure in enumerate(campaign.failures, 1):
+        oracle, _, tensor = failure.key.partition(":")
+        blocks.append(failure_text(failure, replay(failure), f"FAILURE {n} of {total}: {tensor} ({oracle})"))
+    if campaign.unshrunk:
+        blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk: {', '.join(campaign.unshrunk)}"))
+    return "\n\n".join(blocks)
+
+
+def summary(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASES) -> str:
+    """Counts, speed, what was accepted, what was learnt, and the verdict in the last line."""
+    verdict, code = verdict_and_exit_code(campaign, command, min_cases)
+    rows = list(_summary_rows(campaign))
+    table = (
+        tabulate(campaign.table, headers=["kind", "accepted", "refused", "inexpressible"], tablefmt="simple")
+        if campaign.table
+        else ""
+    )
+    last = _last_line(campaign, verdict, blind_because(campaign, command, min_cases))
+    return "\n".join([*(labelled(n, t) for n, t in rows if t), *([table] if table else []), f"{last} (exit {code})"])
+
+
+def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
+    rate = f", {c.cases / c.seconds:.0f}/s" if c.seconds > 0 and not c.failures else ""
+    counts = f"{c.accepted} accepted, {c.refused} refused, {c.inexpressible} inexpressible"
+    lost = f", {c.infrastructure} lost ({c.trouble})" if c.infrastructure else ""
+    yield "cases", f"{c.cases}: {counts}{lost}; {c.seconds:.1f} s{rate}; seed {c.seed}"
+    if c.seconds_to_first_failure is not None:
+        yield "first", f"failure at case {c.cases_to_first_failure}, after {c.seconds_to_first_failure:.1f} s"
+    yield "refused", "; ".join(f"{text} ({n})" for text, n in c.refusals.most_common(4))
+    if c.declared is None:
+        yield "serves", _served(c)
+    yield "warnings", "; ".join(f"{text} ({n})" for text, n in c.warnings.most_common(6))
+    used = sorted(c.budget.items(), key=lambda item: -item[1][0])
+    yield (
+        "closest",
+        ", ".join(f"{t} {share:.0%}" for t, (share, _) in used) + (" of the limit in right answers" if used else ""),
+    )
+    if c.slowest is not None:
+        yield "slowest", f"{c.slowest[0]:.2f} s: {sentence(c.slowest[1])}"
+
+
+def _served(c: Campaign) -> str:
+    """The region learnt from refusals, in words."""
+    lacks = differences(c.learnt, c.drawn)
+    return "all that was drawn" if not lacks else f"learnt from refusals: {'; '.join(lacks)}"
+
+
+def _last_line(c: Campaign, verdict: str, blind: Sequence[str]) -> str:
+    if verdict == "fail":
+        distinct = len(c.failures) + len(c.unshrunk)
+        text = f"FAIL: {distinct} distinct failure{'s' if distinct > 1 else ''}"
+    elif verdict == "error":
+        text = f"ERROR: {c.infrastructure} cases were lost through no fault of the target: {c.trouble}"
+    elif verdict == "blind":
+        text = f"BLIND: {'; '.join(blind)}"
+    else:
+        text = f"PASS: {c.accepted} cases right"
+    return text + (" (interrupted)" if c.stopped == "interrupted" else "")
+
+
+def campaign_json(
+    campaign: Campaign,
+    command: str = "fuzz",
+    min_cases: int = MIN_CASES,
+    target: str = "",
+    replay: Replay = lambda _: "",
+) -> dict[str, Any]:
+    """The JSON document of a campaign."""
+    c, info = campaign, campaign.info
+    return {
+        "schema": 1,
+        "target": target or info.get("target", ""),
+        "dialect": info.get("dialect", ""),
+        "device": info.get("device", ""),
+        "contract": info.get("contract", ""),
+        "supports": info.get("supports"),
+        "verdict": verdict_and_exit_code(c, command, min_cases)[0],
+        "warnings": [f"{text} ({n})" for text, n in c.warnings.most_common()],
+        "cases": c.cases,
+        "accepted": c.accepted,
+        "refused": c.refused,
+        "inexpressible": c.inexpressible,
+        "seconds": round(c.seconds, 3),
+        "seconds_to_first_failure": c.seconds_to_first_failure,
+        "failures": [failure_json(f, replay(f)) for f in c.failures],
+        "environment": info.get("environment", {}),
+        "seed": c.seed,
+        "stopped": c.stopped,
+        "blind": blind_because(c, command, min_cases),
+        "unshrunk": {key: case.to_json() for key, case in c.unshrunk.items()},
+        "by_kind": {name: asdict(count) for name, count in c.by_kind.items()},
+        "learnt": asdict(c.learnt) if c.declared is None else None,
+    }
+
+
+def failure_json(failure: Failure, replay: str = "") -> dict[str, Any]:
+    """The JSON object of one failure."""
+    return {
+        "key": failure.key,
+        "case": failure.case.to_json(),
+        "preceding": [case.to_json() for case in failure.preceding],
+        "findings": [f.to_json() for f in failure.verdict.failures],
+        "replay": replay,
+        "pattern": failure.pattern,
+        "passes": [{"words": n.words, "case": n.case.to_json()} for n in failure.nearest],
+        "reproduced": list(failure.reproduced),
+        "fresh": failure.fresh,
+        "behind": failure.behind,
+        "shrunk": failure.shrunk,
+        "found_in": failure.original.to_json(),
+        "count": failure.count,
+    }

@@ -1,0 +1,169 @@
+"""Attention of other projects as targets: the backends of torch's scaled_dot_product_attention, and FlexAttention.
+
+Each declares the region it was seen to serve and how it rounds. A backend is asked for alone: nothing falls back to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..fuzz.masks import Full, Grid, Mask
+from ..fuzz.region import Region
+from . import register
+
+SDPA = Region(softcap=False, lse=False, lse_grad=False)
+"""What the signature of scaled_dot_product_attention can say."""
+FLEX = Region(min_len=1, dropout=False, backward=False, bias_grad=False, lse_grad=False)
+FLEX_CONTRACT = "torch-cpu-math,forward_only=true"
+
+
+def _sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    """scaled_dot_product_attention by one backend; NotImplementedError where that backend declines."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (_rows(x) for x in (q, k, v))
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **keywords)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise NotImplementedError(f"the {backend} backend of scaled_dot_product_attention declines this call") from error
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with adjacent elements in its last dimension, which most backends insist on; copied if they are not."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _backend(name: str, backend: str, supports: Region | None, contract: str, devices: tuple[str, ...], summary: str) -> Callable[..., Tensor]:
+    """Register one backend as a target with the signature of scaled_dot_product_attention."""
+
+    @register(name=name, dialect="sdpa", supports=supports, contract=contract, devices=devices, summary=summary)
+    def sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        keywords = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return _sdpa(backend, query, key, value, **keywords)
+
+    return sdpa
+
+
+sdpa_math = _backend("sdpa_math", "MATH", SDPA, "torch-cpu-math", ("cpu", "cuda"), "torch SDPA, math backend")
+CPU_FLASH = replace(SDPA, dv_differs=False, dropout=False, bias_grad=False, scale=False)
+"""`scale` is left out for a fault of torch 2.13: is_causal with a scale of 0 or below gives nan (-inf is multiplied by it)."""
+sdpa_cpu_flash = _backend(
+    "sdpa_cpu_flash", "FLASH_ATTENTION", CPU_FLASH, "torch-cpu-flash", ("cpu",), "torch SDPA, flash backend on a CPU"
+)
+
+
+sdpa_flash = _backend("sdpa_flash", "FLASH_ATTENTION", None, "torch-cuda-flash", ("cuda",), "torch SDPA, FlashAttention backend")
+sdpa_efficient = _backend("sdpa_efficient", "EFFICIENT_ATTENTION", None, "efficient", ("cuda",), "torch SDPA, memory-efficient backend")
+sdpa_cudnn = _backend("sdpa_cudnn", "CUDNN_ATTENTION", None, "cudnn", ("cuda",), "torch SDPA, cuDNN backend")
+
+
+@register(dialect="native", supports=FLEX, contract=FLEX_CONTRACT, devices=("cpu",))
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch's FlexAttention without compilation; torch has no backward pass for it on a CPU."""
+    from torch.nn.attention import flex_attention as module
+
+    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # else every call is traced anew, 0.3 s; torch's own advice for debugging
+    before = getattr(module, switch, None)
+    setattr(module, switch, True)
+    try:
+        return _flex(module.flex_attention, q, k, v, mask, bias, scale, softcap, return_lse)
+    finally:
+        setattr(module, switch, before)
+
+
+@register(dialect="native", contract="may_leak", devices=("cuda",))
+def flex_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch's FlexAttention, compiled to Triton kernels: a compilation for every new mask, bias or softcap."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return _flex(torch.compile(flex_attention, dynamic=False), q, k, v, mask, bias, scale, softcap, return_lse)
+
+
+def _flex(
+    attention: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FlexAttention with our mask as its block mask, softcap and bias as its score function."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    blocks = None if mask is None or mask == Full() else _block_mask(mask, q, k)
+    o, aux = attention(
+        q, k, v,
+        score_mod=_score_function(bias, softcap), block_mask=blocks, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=return_lse),
+    )  # fmt: skip
+    return (o, aux.lse) if return_lse else o
+
+
+def _block_mask(mask: Mask, q: Tensor, k: Tensor) -> Any:
+    """The mask as FlexAttention's: the same predicate, evaluated by index."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    B, Hq, Lq, _ = q.shape
+    Lk = k.shape[2]
+
+    def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask.keep(Grid(b, h, i, j, Lq, Lk)).reshape(())
+
+    return create_block_mask(keep, B, Hq, Lq, Lk, device=str(q.device))
+
+
+def _score_function(bias: Tensor | None, softcap: float) -> Callable[..., Tensor] | None:
+    """softcap, then the bias read by index, 0 on its broadcast axes; None where neither is asked for."""
+    if bias is None and not softcap:
+        return None
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        if bias is not None:
+            at = (x if n > 1 else torch.zeros_like(x) for x, n in zip((b, h, i, j), bias.shape, strict=True))
+            s = s + bias[tuple(at)]
+        return s
+
+    return score

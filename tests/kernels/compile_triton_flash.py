@@ -1,0 +1,76 @@
+"""Compile the kernels of triton_flash as its host side would launch them, without a GPU; prints JSON. Run as a script."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from flashproof.fuzz.masks import Causal, Random, Window
+from flashproof.impls import triton_backward, triton_flash, triton_forward
+
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
+MASKS = {"causal": Causal(), "random": Random(), "window": Window(7, 3)}
+launches = []
+
+
+class Recorder:
+    """Stands for a kernel and keeps what it is launched with."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, _grid):
+        return lambda *args, **options: launches.append((self.kernel, args, options))
+
+
+def type_of(x):
+    """The signature entry of an argument, as the launcher specialises it."""
+    if isinstance(x, torch.Tensor):
+        return f"*{TYPES[x.dtype]}"
+    if isinstance(x, tuple):
+        return tuple(map(type_of, x))
+    return "fp32" if isinstance(x, float) else "constexpr" if x in (None, 1) else "i32"
+
+
+def leaves(x, place):
+    """(place, value) of an argument and of the members of a tuple."""
+    return [leaf for n, y in enumerate(x) for leaf in leaves(y, (*place, n))] if isinstance(x, tuple) else [(place, x)]
+
+
+def build(kernel, args, options, architecture):
+    """The compiled kernel's name and its shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource
+
+    launch = {n: options[n] for n in ("num_warps", "num_stages")}
+    constants = {n: v for n, v in options.items() if n not in launch}
+    names = kernel.arg_names
+    signature = dict(zip(names, map(type_of, args), strict=False)) | dict.fromkeys(constants, "constexpr")
+    flat = [leaf for n, x in enumerate(args) for leaf in leaves(x, (n,))]
+    values = {at: x for at, x in flat if type_of(x) == "constexpr"} | {(names.index(n),): v for n, v in constants.items()}
+    aligned = [at for at, x in flat if isinstance(x, torch.Tensor) or (isinstance(x, int) and x not in (0, 1) and x % 16 == 0)]
+    source = ASTSource(kernel, signature, values, {at: [["tt.divisibility", 16]] for at in aligned})
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch)
+    return {"kernel": kernel.__name__, "architecture": architecture, "shared": made.metadata.shared}
+
+
+def main(what):
+    """Record one forward and backward pass, then compile what was recorded."""
+    for module, name in ((triton_forward, "forward_kernel"), (triton_backward, "dq_kernel"), (triton_backward, "dkdv_kernel")):
+        setattr(module, name, Recorder(getattr(module, name)))
+    dtype = getattr(torch, what["dtype"])
+    q, k, v, bias = (torch.zeros(s, dtype=dtype) for s in ((2, 4, 128, what["D"]), (2, 2, 128, what["D"]), (2, 2, 128, what["Dv"]), (1, 4, 128, 128)))  # fmt: skip
+    bias = bias if what.get("bias") else None
+    problem = triton_flash.Problem.of(q, k, MASKS[what["mask"]], 0.1, what.get("softcap", 0.0))
+    o, lse = triton_flash.forward(problem, q, k, v, bias)
+    triton_flash.backward(problem, q, k, v, bias, o, lse, o, lse, bias is not None)
+    made = [build(*launch, architecture) for architecture in what.get("architectures", (80, 90)) for launch in launches]
+    print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""A failure that needs earlier calls is stored with the fewest and simplest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashproof.fuzz.case import Case
+from flashproof.fuzz.shrink import Budget
+from flashproof.fuzz.stateful import preceding
+
+CASE = Case(Lq=4, requires_grad="")
+BEFORE = [Case(Lq=2, Lk=n, D=3, dtype="bfloat16" if n == 9 else "float32", seed=n) for n in range(1, 21)]
+
+
+def after_bfloat16(run: Sequence[Case]) -> bool:
+    return any(c.dtype == "bfloat16" for c in run[:-1]) and run[-1] == CASE
+
+
+def test_the_one_case_that_matters_is_found_and_shrunk() -> None:
+    assert preceding(CASE, BEFORE, after_bfloat16) == (Case(dtype="bfloat16", requires_grad=""),)
+
+
+def test_two_cases_that_matter_together_are_both_kept() -> None:
+    def fails(run: Sequence[Case]) -> bool:
+        return {c.Lk for c in run[:-1]} >= {5, 12}
+
+    found = preceding(CASE, BEFORE, fails, Budget(probes=500, seconds=60))
+    assert [c.Lk for c in found] == [5, 12]
+
+
+def test_a_second_call_of_the_same_case_is_tried_first() -> None:
+    asked: list[Sequence[Case]] = []
+
+    def fails(run: Sequence[Case]) -> bool:
+        asked.append(run)
+        return len(run) > 1
+
+    preceding(CASE, BEFORE, fails)
+    assert list(asked[0]) == [CASE, CASE]
+
+
+def test_a_failure_that_no_history_explains_has_no_preceding_cases() -> None:
+    assert preceding(CASE, BEFORE, lambda _: False) == ()
+
+
+def test_processes_are_started_sparingly() -> None:
+    asked: list[Sequence[Case]] = []
+
+    def fails(run: Sequence[Case]) -> bool:
+        asked.append(run)
+        return after_bfloat16(run)
+
+    found = preceding(CASE, BEFORE, fails, Budget(probes=9, seconds=60))
+    assert len(asked) <= 9
+    assert after_bfloat16([*found, CASE])

@@ -1,0 +1,328 @@
+import time
+from functools import lru_cache
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import strategies as st
+
+from flashproof.fuzz import ladders
+from flashproof.fuzz.case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, MASK_FORMS, SEQUENCES, SIZES, Case
+from flashproof.fuzz.masks import KINDS, And, Causal, Full, Not, Window
+from flashproof.fuzz.region import MASKS, Region, mask_kind
+from flashproof.fuzz.strategies import CHOICES, FEATURES, cases
+from flashproof.fuzz.tensors import MAX_ORACLE_BYTES, oracle_bytes
+
+SEEDS = (0, 1, 2, 3, 4)
+EXAMPLES = 300
+
+
+def drawn(strategy, run, examples=EXAMPLES):
+    """What Hypothesis generates under a seed."""
+    out = []
+
+    @seed(run)
+    @settings(max_examples=examples, database=None, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(case):
+        out.append(case)
+
+    collect()
+    return out
+
+
+@lru_cache
+def default(run):
+    return drawn(cases(), run)
+
+
+def minimal(condition, strategy=None):
+    return find(strategy or cases(), condition, settings=settings(max_examples=5000, database=None))
+
+
+def subsets(letters):
+    return {"".join(a for n, a in enumerate(letters) if bits >> n & 1) for bits in range(1 << len(letters))}
+
+
+# Every kind of every axis
+
+AXES = {
+    "dtype": (lambda c: {c.dtype}, set(DTYPES) - {"float64"}),
+    "data": (lambda c: {c.data}, set(DATA)),
+    "grad": (lambda c: {c.grad}, set(GRADS)),
+    "mask kind": (lambda c: {c.mask.kind}, set(KINDS)),
+    "mask kind inside another": (lambda c: {m.kind for m in c.mask.walk()} if c.mask.kind in ("and", "or", "not") else set(), {"causal", "window", "padding", "random", "prefix"}),
+    "mask structure": (lambda c: {mask_kind(c)}, set(MASKS)),
+    "mask alignment": (lambda c: {(m.kind, m.align) for m in c.mask.walk() if hasattr(m, "align")}, {(k, a) for k in ("causal", "window", "prefix") for a in ("top_left", "bottom_right")}),
+    "mask form": (lambda c: {c.mask_form}, set(MASK_FORMS)),
+    "mask form of a dense mask": (lambda c: {c.mask_form} if mask_kind(c) in ("bool", "additive") else set(), set(MASK_FORMS)),
+    "mask fill": (lambda c: {c.mask_fill}, set(MASK_FILLS)),
+    "axes of masks and biases": (lambda c: {c.mask_axes, *([c.bias_axes] if c.bias else [])}, subsets("bhqk")),
+    "bias": (lambda c: {c.bias}, set(BIAS)),
+    "requires_grad of q, k, v": (lambda c: {c.requires_grad.rstrip("b")}, subsets("qkv")),
+    "requires_grad of the bias": (lambda c: {"b" in c.requires_grad} if c.bias else set(), {True, False}),
+    "size of requires_grad": (lambda c: {len(c.requires_grad)}, {0, 1, 2, 3, 4}),
+    "gradient through lse": (lambda c: {c.lse_grad}, {True, False}),
+    "scale": (lambda c: {"none" if c.scale is None else "zero" if c.scale == 0 else "negative" if c.scale < 0 else "tiny" if c.scale < 0.01 else "large" if c.scale > 2 else "usual"}, {"none", "zero", "negative", "tiny", "large", "usual"}),
+    "softcap": (lambda c: {c.softcap}, {0.0, 1.0, 5.0, 30.0, 50.0}),
+    "dropout": (lambda c: {c.dropout}, {0.0, 0.1, 0.5, 0.9}),
+    "sequence": (lambda c: {c.sequence}, set(SEQUENCES)),
+    **{f"layout of {t}": (lambda c, t=t: {getattr(c, f"layout_{t}")}, set(LAYOUTS)) for t in ("q", "k", "v", "do")},
+    "layout of the mask": (lambda c: {c.layout_mask}, set(LAYOUTS) - {"packed"}),
+    "packed in one storage": (lambda c: {(c.layout_q, c.layout_k, c.layout_v) == ("packed",) * 3 and c.Lq == c.Lk and c.D == c.Dv}, {True, False}),
+    "B": (lambda c: {c.B}, {0, 1, 2, 3}),
+    "query heads per key head": (lambda c: {c.G}, {1, 2, 3, 5, 7, 12}),
+    "several key heads, each for several query heads": (lambda c: {c.Hkv > 1 and c.G > 1}, {True, False}),
+    "D": (lambda c: {c.D}, {1, 4, 8, 16, 24, 40, 64, 72, 80, 96, 128, 192, 256}),
+    "odd D": (lambda c: {c.D}, {3, 5, 7}),
+    "Dv beside D": (lambda c: {(c.Dv > c.D) - (c.Dv < c.D)}, {-1, 0, 1}),
+    "Lq beside Lk": (lambda c: {(c.Lq > c.Lk) - (c.Lq < c.Lk)}, {-1, 0, 1}),
+    "Lq above Lk under causal": (lambda c: {mask_kind(c)} if c.Lq > c.Lk else set(), {"causal_top_left", "causal_bottom_right"}),
+    "zero and one": (lambda c: {(n, getattr(c, n)) for n in ("Lq", "Lk")}, {("Lq", 0), ("Lq", 1), ("Lk", 0), ("Lk", 1)}),
+    "residues of tile 8": (lambda c: {(n, getattr(c, n) % 8) for n in ("Lq", "Lk")}, {(n, r) for n in ("Lq", "Lk") for r in range(8)}),
+    "residues of tile 16": (lambda c: {c.Lq % 16, c.Lk % 16}, set(range(16))),
+    "tile edges": (lambda c: {(t, n - t) for n in (c.Lq, c.Lk) for t in ladders.TILES}, {(t, d) for t in ladders.TILES for d in (-1, 0, 1)}),
+    "beside twice a tile": (lambda c: {(t, n - 2 * t) for n in (c.Lq, c.Lk) for t in ladders.TILES[:4]}, {(t, 1) for t in ladders.TILES[:4]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", SEEDS)
+@pytest.mark.parametrize("axis", AXES)
+def test_every_kind_of_every_axis_is_drawn_within_300_examples(axis, run):
+    kinds, expected = AXES[axis]
+    assert expected - {kind for case in default(run) for kind in kinds(case)} == set()
+
+
+def test_every_field_of_a_case_varies():
+    for name in Case.__dataclass_fields__:
+        assert len({getattr(case, name) for case in default(0)}) > 1, name
+
+
+@pytest.mark.parametrize("tile", ladders.TILES)
+def test_every_residue_of_every_tile_can_be_drawn(tile):
+    table = ladders.lengths(0, 300)
+    reach = {n + more for n in table for more in range(ladders.coarse(300))}
+    assert {n % tile for n in reach if n <= 300} == set(range(tile)) and max(reach) >= 300
+
+
+def test_boolean_and_additive_masks_come_in_every_broadcast_shape():
+    seen = {"bool": set(), "additive": set()}
+    for case in drawn(cases(masks=["bool", "additive"], without=["sequence"]), 0, 4000):
+        axes = case.mask.axes + case.mask_axes + (case.bias_axes if case.bias else "")
+        additive = case.bias or case.mask_form == "additive"
+        seen["additive" if additive else "bool"].add("".join(a for a in "bhqk" if a in axes))
+    assert seen == {"bool": subsets("bhqk"), "additive": subsets("bhqk")}
+
+
+# Small cases first
+
+
+def work(case):
+    return case.B * case.Hq * case.Lq * case.Lk * max(case.D, case.Dv)
+
+
+def test_most_cases_are_small_and_none_is_large():
+    sizes = sorted(work(case) for run in SEEDS for case in default(run))
+    assert sizes[len(sizes) // 2] <= 1 << 13 and sum(sizes) / len(sizes) <= 1 << 15 and sizes[-1] <= 1 << 18
+
+
+def test_some_cases_reach_the_longest_length():
+    assert max(case.Lk for run in SEEDS for case in default(run)) > 280
+
+
+def test_a_draw_costs_less_than_three_milliseconds():
+    before = time.process_time()
+    drawn(cases(), 7)
+    assert (time.process_time() - before) / EXAMPLES < 3e-3
+
+
+def test_nothing_is_rejected():
+    assert len(default(0)) == EXAMPLES
+
+
+def test_most_features_are_off_in_most_cases():
+    names = ("scale", "softcap", "dropout", "bias", "lse_grad", "sequence", "grad")
+    for name in names:
+        share = sum(getattr(case, name) != getattr(Case(), name) for run in SEEDS for case in default(run)) / len(SEEDS) / EXAMPLES
+        assert 0.05 < share < 0.3, name
+
+
+# Shrinking
+
+
+def test_the_simplest_case_is_the_default():
+    assert minimal(lambda case: True) == Case()
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        (lambda c: c.Lk > 16, Case(Lk=17)),
+        (lambda c: c.Lq > 16, Case(Lq=17)),
+        (lambda c: c.Lk > 130, Case(Lk=131)),
+        (lambda c: c.Lk > 16 and c.Lq > 16, Case(Lk=17, Lq=17)),
+        (lambda c: c.Lq == 0, Case(Lq=0)),
+        (lambda c: c.B > 1, Case(B=2)),
+        (lambda c: c.G > 1, Case(Hq=2)),
+        (lambda c: c.G > 1 and c.Hkv > 1, Case(Hq=4, Hkv=2)),
+        (lambda c: c.D >= 64, Case(D=64, Dv=64)),
+        (lambda c: c.Dv > c.D, Case(Dv=2)),
+        (lambda c: c.dtype == "bfloat16", Case(dtype="bfloat16")),
+        (lambda c: c.softcap > 0, Case(softcap=30.0)),
+        (lambda c: c.dropout > 0, Case(dropout=0.5)),
+        (lambda c: c.scale == 0, Case(scale=0.0)),
+        (lambda c: c.data == "needle", Case(data="needle")),
+        (lambda c: isinstance(c.mask, Causal), Case(mask=Causal())),
+        (lambda c: mask_kind(c) == "causal_bottom_right" and c.Lk > 16, Case(mask=Causal("bottom_right"), Lk=17)),
+        (lambda c: c.mask_fill == "min", Case(mask=Full(), mask_form="additive", mask_fill="min")),
+        (lambda c: isinstance(c.mask, Not), Case(mask=Not(Causal()), mask_form="bool")),
+        (lambda c: isinstance(c.mask, And), Case(mask=And(Causal(), Causal()), mask_form="bool")),
+        (lambda c: isinstance(c.mask, Window) and c.mask.left == 15, Case(mask=Window(15, -1))),
+        (lambda c: "b" in c.requires_grad, Case(bias="normal", requires_grad="qkvb")),
+        (lambda c: c.layout_k == "transposed", Case(layout_k="transposed")),
+        (lambda c: c.lse_grad, Case(lse_grad=True)),
+        (lambda c: c.sequence == "mask", Case(sequence="mask")),
+    ],
+)
+def test_a_case_shrinks_to_what_matters(condition, expected):
+    assert minimal(condition) == expected
+
+
+# Regions and narrowing
+
+REGIONS = st.builds(
+    Region,
+    dtypes=st.sampled_from([("float32",), ("bfloat16", "float64"), ("float16", "bfloat16")]),
+    head_dims=st.sampled_from([(), (64,), (128, 32), (256,)]),
+    max_head_dim=st.sampled_from([256, 300]),
+    min_len=st.sampled_from([0, 1, 7, 128]),
+    max_len=st.sampled_from([128, 200, 1 << 30]),
+    masks=st.sets(st.sampled_from(MASKS), min_size=1).map(lambda chosen: tuple(m for m in MASKS if m in chosen)),
+    **{
+        name: st.booleans()
+        for name in ("dv_differs", "gqa", "lq_differs", "bias", "bias_grad", "scale", "softcap", "dropout", "lse", "lse_grad", "backward", "layouts")
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(REGIONS, st.data())
+def test_cases_lie_inside_their_region(region, data):
+    for _ in range(8):
+        case = data.draw(cases(region))
+        assert region.refuses(case) == ""
+        assert oracle_bytes(case) <= MAX_ORACLE_BYTES
+
+
+@settings(max_examples=150)
+@given(REGIONS, st.data())
+def test_the_middle_call_of_a_sequence_lies_inside_the_region_too(region, data):
+    for _ in range(8):
+        assert region.refuses(data.draw(cases(region)).varied()) == ""
+
+
+def off(feature):
+    """Whether a case shows nothing of a feature."""
+    return {
+        "data": lambda c: c.data == "normal",
+        "nonfinite": lambda c: not c.data.startswith("nonfinite"),
+        "mask": lambda c: mask_kind(c) == "none",
+        "layouts": lambda c: {c.layout_q, c.layout_k, c.layout_v, c.layout_do, c.layout_mask} == {"contiguous"},
+        "scale": lambda c: c.scale is None and c.sequence != "scale",
+        "dv": lambda c: c.D == c.Dv,
+        "grad": lambda c: c.grad == "normal",
+        "requires_grad": lambda c: c.requires_grad in ("qkv", "qkvb"),
+        "lse_grad": lambda c: not c.lse_grad,
+        "softcap": lambda c: c.softcap == 0,
+        "bias": lambda c: c.bias == "",
+        "dropout": lambda c: c.dropout == 0,
+        "sequence": lambda c: c.sequence == "",
+        "gqa": lambda c: c.Hq == c.Hkv,
+        "lq": lambda c: c.Lq == c.Lk,
+        "empty": lambda c: min(c.B, c.Lq, c.Lk) > 0,
+        "backward": lambda c: c.requires_grad == "" and c.grad == "normal" and not c.lse_grad,
+    }[feature]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_left_out_never_appears(feature):
+    without = [feature, "empty"] if feature == "lq" else [feature]  # an empty Lq is beside Lk by itself
+    assert all(map(off(feature), drawn(cases(without=without), 0, 200)))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_only_the_features_named_appear(feature):
+    for other in set(FEATURES) - {feature, "lq", "data"}:
+        assert all(map(off(other), drawn(cases(features=[feature]), 0, 20)))
+
+
+def test_lengths_stay_below_max_len():
+    assert max(max(c.Lq, c.Lk) for c in drawn(cases(max_len=20), 0)) == 20
+
+
+def test_longer_cases_can_be_asked_for():
+    assert max(c.Lk for c in drawn(cases(max_len=4000), 0)) > 3000
+
+
+def test_dtypes_and_masks_are_those_asked_for():
+    some = drawn(cases(dtypes=["float64", "bfloat16"], masks=["window", "none"]), 0)
+    assert {c.dtype for c in some} == {"float64", "bfloat16"} and {mask_kind(c) for c in some} == {"window", "none"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtypes": ["bf16"]}, "dtypes must be among float32, float16, bfloat16, float64, got 'bf16'"),
+        ({"dtypes": "bfloat16"}, "dtypes must be a list of names, got dtypes='bfloat16'"),
+        ({"dtypes": []}, "must have a dtype and a mask to draw"),
+        ({"dtypes": ["float16"], "region": Region(dtypes=("float32",))}, r"inside the region \(float32\), got 'float16'"),
+        ({"masks": ["diagonal"]}, "masks must be among none, causal_top_left"),
+        ({"masks": []}, "must have a dtype and a mask to draw"),
+        ({"masks": ["bool"], "without": ["mask"]}, "masks must include 'none'"),
+        ({"features": ["alibi"]}, "features must be among sequence, dropout"),
+        ({"without": ["alibi"]}, "without must be among"),
+        ({"max_len": 0}, "max_len must be at least 1, got max_len=0"),
+        ({"max_len": 16, "region": Region(min_len=32)}, "max_len must be at least 32"),
+        ({"region": Region(head_dims=(512,))}, "head_dims must have an entry up to 256"),
+        ({"region": Region(min_len=100_000), "max_len": 1 << 20}, "smallest case must need at most"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cases(**arguments)
+
+
+def test_every_feature_has_a_byte_or_is_drawn_by_itself():
+    assert {name for name, percent in FEATURES.items() if percent < 100} <= set(CHOICES)
+
+
+def test_sizes_are_all_drawn():
+    assert set(SIZES) == {"B", "Hq", "Hkv", "Lq", "Lk", "D", "Dv"}
+
+
+# Tables
+
+
+@given(st.integers(0, 255), st.integers(1, 400))
+def test_a_size_within_a_bound_is_within_it(byte, most):
+    assert ladders.pick_within(ladders.lengths(0, 300), byte, most) <= most
+
+
+@given(st.integers(0, 255))
+def test_a_size_that_fits_does_not_depend_on_the_bound(byte):
+    table = ladders.lengths(0, 300)
+    size = ladders.pick(table, byte)
+    assert {ladders.pick_within(table, byte, most) for most in range(size, 301)} == {size}
+
+
+@pytest.mark.parametrize("percent", [8, 25, 62])
+def test_a_gate_is_open_in_its_share_of_bytes_and_reaches_every_entry(percent):
+    values = [ladders.gate(percent, byte) for byte in range(256)]
+    opened = [v for v in values if v is not None]
+    assert abs(len(opened) - 2.56 * percent) <= 0.5 and values[0] is None and opened == sorted(opened)
+    assert opened[0] == 0 and {v * 8 >> 8 for v in opened} == set(range(8))
+
+
+@pytest.mark.parametrize("most", [1, 5, 300, 4000, 100_000])
+def test_tables_of_lengths_are_ascending_and_short_enough_for_a_byte(most):
+    table = ladders.lengths(0, most)
+    assert list(table) == sorted(table) and table[0] == 1 and table[-1] == most and len(table) <= 256
