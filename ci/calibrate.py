@@ -111,8 +111,8 @@ def torch_sdpa(p: Problem, backend: SDPBackend, diagonal: int | None = None) -> 
         bias = bias if p.keep is None else torch.where(p.keep, bias, torch.tensor(float("-inf"), dtype=bias.dtype))
         mask = bias = bias.requires_grad_(backend == SDPBackend.MATH)
     grouped = q.shape[1] != k.shape[1]
-    if backend == SDPBackend.FLASH_ATTENTION and q.shape[3] != v.shape[3]:
-        return None
+    if backend == SDPBackend.FLASH_ATTENTION and (q.shape[3] != v.shape[3] or (causal and p.scale <= 0)):
+        return None  # torch 2.13 masks before it scales: with is_causal, a scale of 0 or less makes NaN of -inf
     try:
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why the backend refuses

@@ -99,9 +99,7 @@ def gate(
 
     Example: flashproof gate mykernels.attention:flash --examples 400 --max-seconds 300
     """
-    plan = Plan(
-        options, saved_cases(corpus), examples, min(min_cases, examples), seed, save, time.monotonic() + max_seconds
-    )
+    plan = Plan(options, saved_cases(corpus), examples, min_cases, seed, save, time.monotonic() + max_seconds)
     outcomes: list[Outcome] = []
     try:
         for target in targets:

@@ -154,11 +154,11 @@ def expressible(binding: Binding, region: Region | None = None) -> Region:
     region = region or Region()
     has = {k: bool(binding.name(k)) for k in DIALECTS[binding.dialect].keywords}
     native = binding.dialect == "native"
-    dense = has["mask"]
+    align, causal, dense = DIALECTS[binding.dialect].align, has.get("causal", False), has["mask"]
     flags = {
         "none": True,
-        "causal_top_left": dense or (has.get("causal", False)),
-        "causal_bottom_right": dense or has.get("causal", False),
+        "causal_top_left": dense or (causal and align == "top_left"),
+        "causal_bottom_right": dense or (causal and align == "bottom_right"),
         "window": dense or has.get("window", False),
         "bool": dense,
         "additive": dense and (not native or has["bias"]),

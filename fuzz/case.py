@@ -35,7 +35,7 @@ SEQUENCES = ("", "repeat", "scale", "mask", "layout", "values")
 BIAS = ("", "normal", "large", "negative")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """Sizes, data and features of one test. The defaults are the simplest case.
 
@@ -81,6 +81,15 @@ class Case:
         for name in ("scale", "softcap", "dropout"):  # equal cases have equal keys: no -0.0, and 30 is 30.0
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, float(value) + 0.0)
+
+    def __repr__(self) -> str:
+        """Python that makes the case: what differs from the default."""
+        changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in changed)})"
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        """How Hypothesis and IPython print a case."""
+        printer.text(repr(self))
 
     @property
     def G(self) -> int:

@@ -85,7 +85,8 @@ def _told(outcome: Outcome, verdict: Verdict, path: Path | None = None) -> None:
         outcome.failures.append(FailedCase(verdict.case, verdict.failures, path))
     said = verdict.execution.message if verdict.execution and verdict.status not in ("pass", "fail") else ""
     click.echo(f"  {WORDS[verdict.status]:14} {said or sentence(verdict.case)}")
-    _say(f"    {f}" for f in verdict.findings)
+    failing = {f.tensor for f in verdict.failures}
+    _say(f"    {f}" for f in verdict.findings if f.severity == "fail" or f.tensor not in failing)
 
 
 WORDS = {

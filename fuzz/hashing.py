@@ -55,4 +55,4 @@ def uniform_bits(seed: int, stream: int | str, *index: Ints) -> Ints:
     x: Any = index[0] * _SIGNED_WEIGHTS[0] + number(seed, stream)  # type: ignore[operator]
     for i, weight in zip(index[1:], _SIGNED_WEIGHTS[1:], strict=False):
         x = x + i * weight  # type: ignore[operator]
-    return (_mix(x) >> 33) & 0x7FFFFFFF  # type: ignore[no-any-return]
+    return (_mix(x) >> 33) & 0x7FFFFFFF

@@ -70,9 +70,9 @@ class Mask:
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> Tensor:
         """Boolean tensor with size 1 on every axis the mask does not depend on."""
-        shape = tuple(n if axis in self.axes else 1 for axis, n in zip("bhqk", (B, H, Lq, Lk), strict=True))
-        at = replace(Grid.of(*shape, device=device), Lq=Lq, Lk=Lk)
-        keep: Tensor = self.keep(at).expand(shape)
+        b, h, q, k = (n if axis in self.axes else 1 for axis, n in zip("bhqk", (B, H, Lq, Lk), strict=True))
+        at = replace(Grid.of(b, h, q, k, device), Lq=Lq, Lk=Lk)
+        keep: Tensor = self.keep(at).expand(b, h, q, k)
         return keep.contiguous()
 
     def blocks(self, B: int, H: int, Lq: int, Lk: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:

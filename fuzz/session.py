@@ -18,6 +18,10 @@ from .region import MASKS, Region
 from .worker import Worker
 
 WIDTH = 100
+UNBOUNDED = 1 << 20
+"""A size that no target means as a bound."""
+UNTOLD = ("_eta", "_max", "ftz")
+"""Endings of contract fields that follow from the dtype and that no reader looks for."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def header(session: Session) -> list[str]:
     lse = "" if info["returns_lse"] else "; it returns no lse, so lse and gradients through it are not judged"
     rows = (
         ("target", session.target + (f": {info['summary']}" if info.get("summary") else "")),
-        ("dialect", f"{info['dialect']}; uses {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
+        ("dialect", f"{info['dialect']}; keywords {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
         (
             "region",
             f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals",
@@ -108,7 +112,7 @@ def header(session: Session) -> list[str]:
 
 
 def _names(names: list[str]) -> str:
-    return ", ".join(names) or "no keyword"
+    return ", ".join(names) or "none"
 
 
 def contracts(session: Session) -> list[str]:
@@ -117,7 +121,11 @@ def contracts(session: Session) -> list[str]:
     lines = []
     for dtype in session.region.dtypes:
         contract = session.judge.contract(dtype)
-        apart = [(f.name, getattr(contract, f.name)) for f in fields(contract) if f.name not in ("io", "spec")]
+        apart = [
+            (f.name, getattr(contract, f.name))
+            for f in fields(contract)
+            if f.name not in ("io", "spec") and not f.name.endswith(UNTOLD)
+        ]
         changed = [f"{n}={_value(v)}" for n, v in apart if v != getattr(plain, n)]
         lines.append(f"{dtype}: {session.judge.spec or 'default'}{' (' + ', '.join(changed) + ')' if changed else ''}")
     return lines
@@ -137,12 +145,9 @@ def short(region: Region | None) -> str:
     """A region in a few words: what is served, then what is not."""
     if region is None:
         return "not declared"
-    dims = (
-        f"head dims {', '.join(map(str, region.head_dims))}"
-        if region.head_dims
-        else f"head dims to {region.max_head_dim}"
-    )
-    longest = "any length" if region.max_len >= Region().max_len else f"lengths to {region.max_len}"
+    widest = f"head dims to {region.max_head_dim}" if region.max_head_dim < UNBOUNDED else "any head dim"
+    dims = f"head dims {', '.join(map(str, region.head_dims))}" if region.head_dims else widest
+    longest = "any length" if region.max_len >= UNBOUNDED else f"lengths to {region.max_len}"
     shortest = f" from {region.min_len}" if region.min_len else ""
     masks = "all masks" if set(region.masks) == set(MASKS) else f"masks {', '.join(region.masks) or 'none'}"
     off = [f.name.replace("_", " ") for f in fields(region) if getattr(region, f.name) is False]

@@ -180,8 +180,7 @@ def lower_together(s: Shrinker) -> None:
     for names in (["Lq", "Lk"], ["D", "Dv"], ["Lq", "Lk", "D", "Dv"], ["B", "Hq", "Hkv"]):
         if all(getattr(s.best, n) > 1 for n in names):
             _lower(s, names)
-    for names in (["Lq", "Lk"], ["D", "Dv"]):
-        _shift(s, names)
+    _shift(s, ["D", "Dv"])
     for names in (["Lk"], ["Lq"], ["Lq", "Lk"]):
         _shift(s, names, with_mask=True)
 

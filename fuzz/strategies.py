@@ -8,7 +8,7 @@ Sizes are chosen within a budget of work, each from what the ones before have le
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ Fields = dict[str, Any]
 
 FEATURES = {
     "sequence": 17, "dropout": 11, "softcap": 12, "bias": 25, "mask": 62, "layouts": 36, "lse_grad": 14, "requires_grad": 25,
-    "grad": 15, "scale": 22, "dv": 20, "data": 64, "empty": 8, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
+    "grad": 15, "scale": 22, "dv": 20, "data": 64, "empty": 3, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
 }  # fmt: skip
 """What can be switched off, and in how many of a hundred cases it is on where nothing forbids it.
 
@@ -51,16 +51,15 @@ zero; nonfinite: the regimes with NaN and Inf. Those with 100 are ordinary sizes
 CHOICES = (
     "sequence", "dropout", "softcap", "bias", "bias_axes", "bias_grad", "mask", "form", "mask_axes", "fill",
     "kind", "one", "1a", "1b", "1c", "two", "2a", "2b", "2c",
-    "layouts", "layout_mask", "layout_q", "layout_k", "layout_v", "layout_do",
-    "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "empty", "dtype",
-    "shape", "B", "Hkv", "G", "D", "Lk", "Lk+", "Lq", "Lq+", "seed2", "seed",
+    "layouts", "layout", "layout_mask", "layout_q", "layout_k", "layout_v", "layout_do",
+    "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "B zero", "Lq zero", "Lk zero", "dtype",
+    "shape", "B", "Hkv", "G", "D", "Lk", "Lk low", "Lq", "Lq low", "seed", "seed low",
 )  # fmt: skip
 """What each byte chooses; earlier ones are shrunk with priority."""
 
 _STRUCTURES = (("causal_top_left", 2), ("causal_bottom_right", 2), ("window", 2), ("bool", 7), ("additive", 6))
 _INNER = ("causal", "window", "padding", "document", "prefix", "strided", "block_sparse", "random")
 _DENSE = ("full", *_INNER, "random", "and", "or", "not")
-_DENSE_FLAGS = (*_INNER[2:], "and", "or", "not")  # a lone causal or window mask of form "flags" is no dense tensor
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,6 @@ class Menu:
     widths: tuple[int, ...]
 
 
-def _menu(region: Region, max_len: int, features: frozenset[str]) -> Menu:
-    return Menu(
-        region,
-        max_len,
-        features,
-        structures=ladders.weighted((n, w) for n, w in _STRUCTURES if n in region.masks),
-        data=tuple(n for n in DATA[1:] if "nonfinite" in features or not n.startswith("nonfinite")),
-        lengths=ladders.lengths(region.min_len, max_len),
-        widths=ladders.widths(region.head_dims, region.max_head_dim),
-    )
-
-
 @dataclass(frozen=True)
 class Choices:
     """The bytes of a case, by name, and the menu they choose from."""
@@ -99,7 +86,7 @@ class Choices:
         return pick(table, self.bytes[name])
 
     def within(self, name: str, table: Sequence[int], most: int) -> int:
-        return pick_within(table, self.bytes[name], most)
+        return pick_within(table, most, self.bytes[name])
 
     def whole(self, name: str, most: int) -> int:
         """0..most."""
@@ -125,30 +112,46 @@ def cases(
     `features` are the only ones of FEATURES that may appear, `without` those that may not. No case needs more than
     MAX_ORACLE_BYTES to judge. ValueError names an unknown word, or says what leaves nothing to draw.
     """
-    dtypes = _known("dtypes", dtypes, DTYPES, region.dtypes if dtypes is None else DTYPES)
+    chosen = set(_known("features", features, FEATURES, FEATURES)) - set(_known("without", without, FEATURES, ()))
+    dtypes = _known("dtypes", dtypes, DTYPES, region.dtypes)
     if region != Region() and (outside := [d for d in dtypes if d not in region.dtypes]):
         raise ValueError(f"dtypes must lie inside the region ({', '.join(region.dtypes)}), got {outside[0]!r}")
     wanted = _known("masks", masks, MASKS, MASKS)
-    chosen = set(_known("features", features, FEATURES, tuple(FEATURES))) - set(
-        _known("without", without, FEATURES, ())
+    narrowed = replace(region, dtypes=dtypes, masks=tuple(m for m in region.masks if m in wanted))
+    menu = menu_of(narrowed, min(region.max_len, 300 if max_len is None else max_len), chosen)
+    return _decoded(menu)
+
+
+@st.composite
+def _decoded(draw: Callable[[st.SearchStrategy[bytes]], bytes], menu: Menu) -> Case:
+    return decode(menu, draw(st.binary(min_size=len(CHOICES), max_size=len(CHOICES))))
+
+
+def menu_of(region: Region, max_len: int, features: Collection[str]) -> Menu:
+    """The menu of a region and those of the features that it serves; ValueError where it leaves nothing to draw."""
+    chosen = frozenset(features) & _served(region)
+    _check(region, max_len, chosen)
+    return Menu(
+        region,
+        max_len,
+        chosen,
+        structures=ladders.weighted((n, w) for n, w in _STRUCTURES if n in region.masks),
+        data=tuple(n for n in DATA[1:] if "nonfinite" in chosen or not n.startswith("nonfinite")),
+        lengths=ladders.lengths(region.min_len, max(region.min_len, min(max_len, ladders.LONGEST))),
+        widths=ladders.widths(region.head_dims, region.max_head_dim),
     )
-    narrowed = replace(region, dtypes=dtypes, masks=tuple(m for m in MASKS if m in wanted and m in region.masks))
-    most = min(region.max_len, 300) if max_len is None else min(region.max_len, max_len)
-    allowed = frozenset(chosen & _served(narrowed))
-    _check(narrowed, most, allowed)
-    menu = _menu(narrowed, most, allowed)
-    return st.binary(min_size=len(CHOICES), max_size=len(CHOICES)).map(lambda data: decode(menu, data))
 
 
-def _known(what: str, names: Collection[str] | None, known: Collection[str], default: Sequence[str]) -> tuple[str, ...]:
-    if names is None or (not names and what == "without"):
-        return tuple(default)
+def _known(
+    what: str, names: Collection[str] | None, known: Collection[str], default: Collection[str]
+) -> tuple[str, ...]:
+    """The names in the known order, or the default; ValueError names one that is unknown."""
     if isinstance(names, str):
         raise ValueError(f"{what} must be a list of names, got {what}={names!r}")
-    for name in names:
+    for name in names or ():
         if name not in known:
             raise ValueError(f"{what} must be among {', '.join(known)}, got {name!r}")
-    return tuple(n for n in known if n in names)
+    return tuple(default) if names is None else tuple(n for n in known if n in names)
 
 
 def _served(region: Region) -> set[str]:
@@ -184,15 +187,23 @@ def _check(r: Region, max_len: int, features: frozenset[str]) -> None:
 def decode(menu: Menu, data: bytes) -> Case:
     """The case that the bytes choose from the menu."""
     at = Choices(menu, dict(zip(CHOICES, data, strict=True)))
-    fields: Fields = {"dtype": at.pick("dtype", menu.region.dtypes), "seed": at.bytes["seed"] + 256 * at.bytes["seed2"]}
+    fields: Fields = {
+        "dtype": at.pick("dtype", menu.region.dtypes),
+        "seed": at.bytes["seed"] << 8 | at.bytes["seed low"],
+    }
     fields |= _layouts(at)
     fields |= _sizes(at, packed=all(fields.get(f"layout_{t}") == "packed" for t in "qkv"))
     fields |= _numbers(at)
     fields |= _mask(at, fields)
     fields |= _bias(at)
     fields |= _backward(at, fields)
-    if "layout_q" in fields and (fields["bias"] or fields.get("mask_form", "flags") != "flags"):
-        fields["layout_mask"] = at.pick("layout_mask", ladders.MASK_LAYOUTS)
+    byte = gate(45, at.bytes["layout_mask"])
+    if (
+        byte is not None
+        and "layouts" in menu.features
+        and (fields["bias"] or fields.get("mask_form", "flags") != "flags")
+    ):
+        fields["layout_mask"] = pick(ladders.MASK_LAYOUTS, byte)
     if (byte := at.on("sequence")) is not None:
         fields["sequence"] = pick(_sequences(menu, fields), byte)
     return Case(**fields)
@@ -218,9 +229,9 @@ def _layouts(at: Choices) -> Fields:
     names = ("layout_q", "layout_k", "layout_v", "layout_do")
     if style < 32:
         odd = pick(names, style * 8)
-        return {name: at.pick(name, LAYOUTS[1:]) if name == odd else LAYOUTS[0] for name in names}
+        return {name: at.pick("layout", LAYOUTS[1:]) if name == odd else LAYOUTS[0] for name in names}
     if style < 112:
-        return dict.fromkeys(names, at.pick("layout_q", LAYOUTS[1:]))
+        return dict.fromkeys(names, at.pick("layout", LAYOUTS[1:]))
     return {name: at.pick(name, LAYOUTS) for name in names}
 
 
@@ -230,12 +241,13 @@ def _sizes(at: Choices, packed: bool) -> Fields:
     Packed q, k and v get equal lengths and widths, and so one storage. Empty sizes count as one in the budget.
     """
     menu = at.menu
+    differ = "lq" in menu.features and not packed
     first, left, longest = at.pick("shape", ladders.SHAPES)
     out: Fields = {}
     for what in (first, *(w for w in ("length", "width", "heads") if w != first)):
         reserved = left // menu.widths[0] if "D" not in out else left
         if what == "length":
-            out |= _lengths(at, min(longest, menu.max_len), reserved, "lq" in menu.features and not packed)
+            out |= _lengths(at, min(longest, menu.max_len), reserved, differ)
             left //= out["Lq"] * out["Lk"]
         elif what == "width":
             out |= _widths(at, left, packed)
@@ -243,36 +255,38 @@ def _sizes(at: Choices, packed: bool) -> Fields:
         else:
             out |= _heads(at, reserved)
             left //= out["B"] * out["Hq"]
-    empty = at.on("empty")
-    return out if empty is None else out | {name: 0 for name in ("B", "Lq", "Lk") if name in pick(ladders.EMPTY, empty)}
+    return out | _empty(at, differ)
+
+
+def _empty(at: Choices, differ: bool) -> Fields:
+    """The sizes among B, Lq and Lk that are zero."""
+    if "empty" not in at.menu.features:
+        return {}
+    zero = {n for n in ("B", "Lq", "Lk") if gate(FEATURES["empty"], at.bytes[f"{n} zero"]) is not None}
+    if not differ and zero & {"Lq", "Lk"}:
+        zero |= {"Lq", "Lk"}
+    return dict.fromkeys(zero, 0)
 
 
 def _lengths(at: Choices, longest: int, area: int, differ: bool) -> Fields:
     """Lk, and Lq with Lq * Lk within the area; in a third of the cases Lq is Lk, beside it or twice as long."""
-    least = max(at.menu.region.min_len, 1)
+    table, least = at.menu.lengths, max(at.menu.region.min_len, 1)
+    most = min(longest, area if differ else int(area**0.5))
+    Lk = pick_within(table, most, at.bytes["Lk"], at.bytes["Lk low"])
     if not differ:
-        n = _length(at, "Lk", at.bytes["Lk"], min(longest, int(area**0.5)))
-        return {"Lq": n, "Lk": n}
-    Lk = _length(at, "Lk", at.bytes["Lk"], min(longest, area))
+        return {"Lq": Lk, "Lk": Lk}
     most = min(longest, area // Lk)
     near = [n for n in (Lk, Lk, Lk + 1, Lk - 1, 2 * Lk) if least <= n <= most]
     byte = gate(33, at.bytes["Lq"])
     if byte is not None and near:
         return {"Lq": pick(near, byte), "Lk": Lk}
-    return {"Lq": _length(at, "Lq", min(at.bytes["Lq"] * 3 // 2, 255), most), "Lk": Lk}
-
-
-def _length(at: Choices, name: str, byte: int, most: int) -> int:
-    """A length of the table, in a third of the cases plus what lies between its multiples of `coarse`."""
-    n = pick_within(at.menu.lengths, byte, most)
-    more = gate(33, at.bytes[name + "+"])
-    return n if more is None else max(n, min(n + 1 + (more * (ladders.coarse(at.menu.max_len) - 1) >> 8), most))
+    return {"Lq": pick_within(table, most, min(at.bytes["Lq"] * 3 // 2, 255), at.bytes["Lq low"]), "Lk": Lk}
 
 
 def _widths(at: Choices, most: int, packed: bool) -> Fields:
     """D, and Dv, which differs where the feature dv is on."""
     D, byte = at.within("D", at.menu.widths, most), at.on("dv")
-    return {"D": D, "Dv": D if byte is None or packed else pick_within(at.menu.widths, byte, most)}
+    return {"D": D, "Dv": D if byte is None or packed else pick_within(at.menu.widths, most, byte)}
 
 
 def _heads(at: Choices, most: int) -> Fields:
@@ -294,8 +308,11 @@ def _mask(at: Choices, sizes: Fields) -> Fields:
         return {"mask": Causal("top_left" if structure == "causal_top_left" else "bottom_right")}
     if structure == "window":
         return {"mask": _leaf(at, "window", "1", sizes)}
-    form = "additive" if structure == "additive" else at.pick("form", ("bool", "bool", "flags"))
-    mask = _dense(at, at.pick("kind", _DENSE_FLAGS if form == "flags" else _DENSE), sizes)
+    mask = _dense(at, at.pick("kind", _DENSE), sizes)
+    flags = (
+        ("bool",) if isinstance(mask, Full | Causal | Window) else ("flags", "bool", "bool")
+    )  # alone these are no tensor
+    form = "additive" if structure == "additive" else at.pick("form", flags)
     fill = at.pick("fill", MASK_FILLS) if form == "additive" else MASK_FILLS[0]
     return {"mask": mask, "mask_form": form, "mask_fill": fill, "mask_axes": at.pick("mask_axes", ladders.AXES)}
 
@@ -312,7 +329,7 @@ def _dense(at: Choices, kind: str, sizes: Fields) -> Mask:
 def _leaf(at: Choices, kind: str, part: str, sizes: Fields) -> Mask:
     """A mask of one kind; the three bytes of the part choose its parameters, absolute numbers all."""
     a, b, c = part + "a", part + "b", part + "c"
-    seed = at.bytes["seed"] % 16
+    seed = at.bytes["seed low"] % 16
     match kind:
         case "causal":
             return Causal(at.pick(a, ALIGNMENTS))
@@ -342,7 +359,7 @@ def _bias(at: Choices) -> Fields:
     if byte is None:
         return {"bias": "", "requires_grad": "qkv"}
     wanted = at.menu.region.bias_grad and at.bytes["bias_grad"] >= 96
-    axes = at.pick("bias_axes", sorted(ladders.AXES, key=lambda a: a != "qk"))
+    axes = at.pick("bias_axes", ladders.BIAS_AXES)
     return {"bias": pick(BIAS[1:], byte), "bias_axes": axes, "requires_grad": "qkvb" if wanted else "qkv"}
 
 

@@ -26,7 +26,7 @@ FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias")
 
 @dataclass
 class Study:
-    """Adds the failures of a book to a campaign. Interrupted at any time, what was shrunk so far has been added."""
+    """Adds the failures of a book to a campaign; `rest` adds those that it did not come to, as far as they are shrunk."""
 
     book: Book
     campaign: Campaign
@@ -47,7 +47,7 @@ class Study:
             self._one(done[-1], max((end - self.clock()) * 2 / (1 + ahead), 1.0))
 
     def _one(self, key: str, seconds: float) -> None:
-        """Shrink one failure and add it; interrupted, it is added as far as it got."""
+        """Shrink one failure, add it, study it; interrupted before it is added, the book has its simplest case."""
         began = self.clock()
         self.emit("shrinking", text=key)
         self._hint(key)
@@ -58,12 +58,10 @@ class Study:
             Budget(self._probes(key), seconds),
             self.clock,
         )
-        try:
-            s.run()
-        finally:
-            failure = self._failure(key, s, thorough)
-            self.campaign.failures.append(failure)
-            self.emit("shrunk", failure=failure)
+        s.run()
+        failure = self._failure(key, s, thorough)
+        self.campaign.failures.append(failure)
+        self.emit("shrunk", failure=failure)
         self.campaign.failures[-1] = replace(self._studied(failure, thorough), seconds=self.clock() - began)
         self.emit("studied", failure=self.campaign.failures[-1])
 

@@ -96,7 +96,7 @@ class Worker:
         self.close()
 
     def __del__(self) -> None:
-        try:
+        try:  # noqa: SIM105 (contextlib may be gone too)
             self._drop()
         except Exception:  # noqa: BLE001, S110 (at the interpreter's end the modules may be gone; the child sees its pipe close)
             pass

@@ -49,7 +49,7 @@ def blockwise(
     keep = None if mask is None or mask == Full() else mask.dense(B, Hq, Lq, k.shape[2], q.device)
     scale = D**-0.5 if scale is None else scale
     problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], keep, scale, softcap, dropout, dropout_seed, Br, Bc)
-    o, lse = _Blockwise.apply(q, k, v, bias, problem)
+    o, lse = _Blockwise.apply(q, k, v, bias, problem)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
@@ -173,17 +173,30 @@ def _rows(p: Problem, q: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tenso
     if dlse is not None:
         delta = delta - dlse.unsqueeze(-1)
     safe = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
-    return [Rows(i, p.grouped(wq[:, :, i]), p.grouped(wdo[:, :, i]), safe[:, :, i], delta[:, :, i]) for i in p.query_tiles()]
+    return [
+        Rows(i, p.grouped(wq[:, :, i]), p.grouped(wdo[:, :, i]), safe[:, :, i], delta[:, :, i]) for i in p.query_tiles()
+    ]
 
 
 def backward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dbias): for each key tile, one pass over the query tiles (algorithm 4); accumulators stay wide."""
     wk, wv, wbias = _wide(k), _wide(v), None if bias is None else _wide(bias)
     rows = _rows(p, q, o, lse, do, dlse)
     dq = [torch.zeros_like(r.q) for r in rows]
-    dk, dv = torch.empty_like(k, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format)
+    dk, dv = (
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+    )
     dbias = None if wbias is None else torch.zeros_like(wbias, memory_format=torch.contiguous_format)
     for j in p.key_tiles():
         kj, vj = wk[:, :, j], wv[:, :, j]
@@ -222,7 +235,9 @@ class _Blockwise(torch.autograd.Function):
     """Ties `forward` and `backward` to autograd; outputs o and lse are both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem
+    ) -> tuple[Tensor, Tensor]:
         o, lse = forward(problem, q, k, v, bias)
         ctx.save_for_backward(q, k, v, bias, o, lse)
         ctx.problem = problem

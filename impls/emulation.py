@@ -1,14 +1,13 @@
 """Attention in float32 with every rounding explicit: conforming kernels of many kinds, and the same with one fault.
 
 These stand in for real kernels where the verdict itself is tested: their arithmetic is known exactly, so the limits must
-accept every conforming one and reject a faulty one. They are not registered as targets. A problem is any object with
-q, k, v, do, keep, bias, scale, softcap, dlse, dropout as in the float64 reference; results are o, lse, dq, dk, dv, dbias.
+accept every conforming one and reject a faulty one. They are not registered as targets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 F32 = torch.float32
 
 
-Posed = Any
-"""A problem as oracles/exact.py states it; implementations do not import oracles."""
+Posed = Any  # a problem as oracles/exact.py states it; implementations do not import oracles
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,13 @@ def polynomial_exp2(x: Tensor, *coefficients: float) -> Tensor:
     return torch.ldexp(y, whole.clamp(-150, 127).to(torch.int32)) * (x > -126)
 
 
-def exp2(x: Tensor, kind: str) -> Tensor:
-    """2**x by the method of that name."""
-    match kind:
-        case "exp":
-            return torch.exp(x * LN2)
-        case "cubic":
-            return polynomial_exp2(x, 0.0771190896, 0.2275643944, 0.6951461434, 1.0)
-        case "quadratic":
-            return polynomial_exp2(x, 0.3301070332, 0.6657850742, 1.0)
-        case "half":
-            return torch.exp2(x.half().float()).half().float()
-    return torch.exp2(x)
+EXP2: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp2": torch.exp2,
+    "exp": lambda x: torch.exp(x * LN2),
+    "cubic": lambda x: polynomial_exp2(x, 0.0771190896, 0.2275643944, 0.6951461434, 1.0),
+    "quadratic": lambda x: polynomial_exp2(x, 0.3301070332, 0.6657850742, 1.0),
+    "half": lambda x: torch.exp2(x.half().float()).half().float(),
+}
 
 
 def fused_dot(a: Tensor, b: Tensor, bits: int, block: int) -> Tensor:
@@ -151,8 +144,8 @@ class _Run:
 
     def mask(self) -> Tensor:
         """Who may attend whom, (B, Hq, Lq, Lk), with the faults that move it."""
-        shape = (self.B, self.Hq, self.Lq, self.Lk)
-        keep = torch.ones(shape, dtype=torch.bool) if self.p.keep is None else self.p.keep.expand(shape).clone()
+        keep = torch.ones(self.B, self.Hq, self.Lq, self.Lk, dtype=torch.bool)
+        keep = keep if self.p.keep is None else self.p.keep.expand_as(keep).clone()
         if self.p.bias is not None:
             keep &= self.p.bias > -math.inf
         keep = self.moved_diagonal(keep)
@@ -189,7 +182,7 @@ class _Run:
 
     def exp2(self, x: Tensor) -> Tensor:
         kinds = {"exp_fp16": "half", "exp_poly3": "cubic", "exp_poly2": "quadratic"}
-        return exp2(x, next((kind for fault, kind in kinds.items() if fault in self.faults), self.a.exp))
+        return EXP2[next((kind for fault, kind in kinds.items() if fault in self.faults), self.a.exp)](x)
 
     def scores(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
         """Masked scores of a tile, and the derivative of the softcap."""
@@ -228,15 +221,15 @@ class _Run:
 
     def key_tiles(self) -> list[slice]:
         tiles = self.tiles(self.Lk, self.a.kv_tile)
+        order = torch.arange(len(tiles)).flip(0) if self.a.order == "reverse" else torch.arange(len(tiles))
         if self.a.order == "random":
             order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(self.a.seed))
-            return [tiles[i] for i in order.tolist()]
-        return tiles[::-1] if self.a.order == "reverse" else tiles
+        return [tiles[i] for i in order.tolist()]
 
     def drop(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Times the dropout multiplier."""
         return x if self.z is None else x * self.z[..., rows, keys]
 
-    # -- forward, one row tile at a time
     def forward(self) -> tuple[Tensor, Tensor]:
         """o in float32 and lse (B, Hq, Lq, 1)."""
         o, lse = torch.zeros(self.B, self.Hq, self.Lq, self.Dv), torch.full((self.B, self.Hq, self.Lq, 1), -math.inf)
@@ -298,7 +291,6 @@ class _Run:
         dropped = {torch.bfloat16: 16, torch.float16: 13}.get(self.io, 0)
         return (truncated(o, dropped) if "o_rz" in self.faults and dropped else o).to(self.io)
 
-    # -- backward
     def delta(self, o: Tensor, stored: Tensor, lse: Tensor) -> Tensor:
         if self.a.delta == "p.dp":
             delta = torch.zeros_like(lse)
@@ -329,7 +321,8 @@ class _Run:
             s, g = self.scores(rows, keys)
             p = self.exp2(s * LOG2E - lse[..., rows, :] * LOG2E)
             do, final = self.do[..., rows, :], [rows] == last_rows
-            self.add_dv(dv, self.cast_p(self.drop(p, rows, keys)), do, keys, final)
+            used = -1 if "dv_miss_row" in self.faults and final else None
+            dv[..., keys, :] += self.dot(self.cast_p(self.drop(p, rows, keys))[..., :used, :].mT, do[..., :used, :])
             dp = self.dot(do, self.v[..., keys, :].mT)
             dp = self.drop(through(dp, torch.bfloat16 if "dp_bf16" in self.faults else None), rows, keys)
             ds = (self.cast_p(p) if "ds_from_pc" in self.faults else p) * (dp - delta[..., rows, :])
@@ -348,12 +341,6 @@ class _Run:
             out["dbias"] = dbias.sum_to_size(self.p.bias.shape)
         return {name: x.to(self.io) for name, x in out.items()}
 
-    def add_dv(self, dv: Tensor, p: Tensor, do: Tensor, keys: slice, final: bool) -> None:
-        if "dv_miss_row" in self.faults and final:
-            p, do = p[..., :-1, :], do[..., :-1, :]
-        dv[..., keys, :] += self.dot(p.mT, do)
-
-    # -- whole matrices
     def textbook(self) -> dict[str, Tensor]:
         """Unblocked; `narrow` stores scores, P, dP and dS in the dtype of q."""
         kept = self.io if self.a.algorithm == "narrow" else None
@@ -400,9 +387,8 @@ class _Run:
 def run(problem: Posed, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """o, lse and the gradients of a problem; o and gradients in the dtype of q, lse in float32."""
     e = _Run(problem, arithmetic)
-    if arithmetic.algorithm != "flash":
-        out = e.textbook()
-    else:
+    out = e.textbook() if arithmetic.algorithm != "flash" else {}
+    if not out:
         o, lse = e.forward()
         stored = e.stored_o(o)
         out = {"o": stored, "lse": lse.squeeze(-1)} | e.backward(o, stored, lse)

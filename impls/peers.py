@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from ..fuzz.masks import Full, Grid, Mask
 from ..fuzz.region import Region
@@ -30,11 +30,13 @@ def _sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Ten
     q, k, v = (_rows(x) for x in (q, k, v))
     with sdpa_kernel(getattr(SDPBackend, backend)):
         try:
-            return F.scaled_dot_product_attention(q, k, v, **keywords)
+            return functional.scaled_dot_product_attention(q, k, v, **keywords)
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            raise NotImplementedError(f"the {backend} backend of scaled_dot_product_attention declines this call") from error
+            raise NotImplementedError(
+                f"the {backend} backend of scaled_dot_product_attention declines this call"
+            ) from error
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -42,7 +44,9 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _backend(name: str, backend: str, supports: Region | None, contract: str, devices: tuple[str, ...], summary: str) -> Callable[..., Tensor]:
+def _backend(
+    name: str, backend: str, supports: Region | None, contract: str, devices: tuple[str, ...], summary: str
+) -> Callable[..., Tensor]:
     """Register one backend as a target with the signature of scaled_dot_product_attention."""
 
     @register(name=name, dialect="sdpa", supports=supports, contract=contract, devices=devices, summary=summary)
@@ -56,7 +60,13 @@ def _backend(name: str, backend: str, supports: Region | None, contract: str, de
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        keywords = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        keywords = {
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
         return _sdpa(backend, query, key, value, **keywords)
 
     return sdpa
@@ -66,12 +76,16 @@ sdpa_math = _backend("sdpa_math", "MATH", SDPA, "torch-cpu-math", ("cpu", "cuda"
 CPU_FLASH = replace(SDPA, dv_differs=False, dropout=False, bias_grad=False, scale=False)
 """`scale` is left out for a fault of torch 2.13: is_causal with a scale of 0 or below gives nan (-inf is multiplied by it)."""
 sdpa_cpu_flash = _backend(
-    "sdpa_cpu_flash", "FLASH_ATTENTION", CPU_FLASH, "torch-cpu-flash", ("cpu",), "torch SDPA, flash backend on a CPU"
+    "sdpa_cpu_flash", "FLASH_ATTENTION", CPU_FLASH, "torch-cpu-flash,nonfinite=ignore", ("cpu",), "torch SDPA, flash backend on a CPU"
 )
 
 
-sdpa_flash = _backend("sdpa_flash", "FLASH_ATTENTION", None, "torch-cuda-flash", ("cuda",), "torch SDPA, FlashAttention backend")
-sdpa_efficient = _backend("sdpa_efficient", "EFFICIENT_ATTENTION", None, "efficient", ("cuda",), "torch SDPA, memory-efficient backend")
+sdpa_flash = _backend(
+    "sdpa_flash", "FLASH_ATTENTION", None, "torch-cuda-flash", ("cuda",), "torch SDPA, FlashAttention backend"
+)
+sdpa_efficient = _backend(
+    "sdpa_efficient", "EFFICIENT_ATTENTION", None, "efficient", ("cuda",), "torch SDPA, memory-efficient backend"
+)
 sdpa_cudnn = _backend("sdpa_cudnn", "CUDNN_ATTENTION", None, "cudnn", ("cuda",), "torch SDPA, cuDNN backend")
 
 
@@ -131,6 +145,8 @@ def _flex(
     """FlexAttention with our mask as its block mask, softcap and bias as its score function."""
     from torch.nn.attention.flex_attention import AuxRequest
 
+    if 0 in (q.shape[0], q.shape[2], k.shape[2]):
+        raise NotImplementedError("FlexAttention takes no batch or length of 0")
     blocks = None if mask is None or mask == Full() else _block_mask(mask, q, k)
     o, aux = attention(
         q, k, v,

@@ -39,6 +39,20 @@ class Planted:
 FORWARD = Case(requires_grad="")
 """The smallest case: every size 1, no features, forward only."""
 
+REMEMBER = """SCALES = {}
+
+
+def _remember(shape, default, scale):
+    if scale is not None:
+        SCALES[shape] = scale
+    return SCALES.get(shape, default)
+
+
+"""
+LOAD_ADD_STORE = """here = in_row[:, None] & in_j[None, :]
+                tl.store(dbias_at, tl.load(dbias_at, mask=here, other=0.0) + ds, mask=here)"""
+O_STORE = "acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv)"
+
 BLOCKWISE = (
     Planted(
         "last_tile",
@@ -82,8 +96,7 @@ BLOCKWISE = (
             ("    scale = D**-0.5 if scale is None else scale\n", "    scale = _remember(tuple(q.shape), D**-0.5, scale)\n"),
             (
                 "@dataclass(frozen=True)\nclass Problem:",
-                "SCALES = {}\n\n\ndef _remember(shape, default, scale):\n    if scale is not None:\n        SCALES[shape] = scale\n"
-                "    return SCALES.get(shape, default)\n\n\n@dataclass(frozen=True)\nclass Problem:",
+                REMEMBER + "@dataclass(frozen=True)\nclass Problem:",
             ),
         ),
         "value", "lse", FORWARD.but(sequence="scale"),
@@ -134,11 +147,11 @@ BLOCKWISE = (
     ),
     Planted(
         "max_from_zero",
-        "the running maximum starts at 0, so weights of rows whose scores are all very negative underflow",
+        "the running maximum starts at 0, so the weights of a row whose scores are all far below it underflow",
         "finite stand-ins for -inf as the first maximum",
         "blockwise",
         (("i.stop - i.start, 1), -math.inf)", "i.stop - i.start, 1), 0.0)"),),
-        "value", "o", FORWARD.but(data="negative"),
+        "value", "o", FORWARD.but(data="large"),
     ),
     Planted(
         "dropout_backward",
@@ -180,7 +193,7 @@ TRITON = (
         "a query sees one key beyond the diagonal",
         "candle commits 25bcad290 and 97424289d are of this family",
         "triton_flash",
-        (('if align == "bottom_right" else 0\n', 'if align == "bottom_right" else 1\n'),),
+        (("cls(-OPEN, _diagonal(align, q, k), None", "cls(-OPEN, _diagonal(align, q, k) + 1, None"),),
         "value", "o", FORWARD.but(Lk=2, mask=Causal()),
     ),
     Planted(
@@ -228,7 +241,7 @@ TRITON = (
         "o is stored beyond its last row",
         "a store mask that checks the width only",
         "triton_forward",
-        (("acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv)", "acc.to(O.dtype.element_ty), mask=in_dv)"),),
+        ((O_STORE, O_STORE.replace("in_row[:, None] & ", "")),),
         "memory", "O", FORWARD,
     ),
     Planted(
@@ -236,7 +249,7 @@ TRITON = (
         "a program whose band holds no key leaves its rows of o unwritten",
         "flash-attention issue 2421: NaN where a sequence has no queries or keys",
         "triton_forward",
-        (("acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv)", "acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv & (start < end))"),),
+        ((O_STORE, O_STORE.replace("& in_dv", "& in_dv & (start < end)")),),
         "memory", "o", FORWARD.but(Lk=0),
     ),
     Planted(
@@ -247,8 +260,7 @@ TRITON = (
         (
             (
                 'tl.atomic_add(dbias_at, ds, mask=in_row[:, None] & in_j[None, :], sem="relaxed")',
-                "here = in_row[:, None] & in_j[None, :]\n"
-                "                tl.store(dbias_at, tl.load(dbias_at, mask=here, other=0.0) + ds, mask=here)",
+                LOAD_ADD_STORE,
             ),
         ),
         "memory", "DBIAS", Case(B=2, bias="normal", requires_grad="b"),

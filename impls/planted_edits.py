@@ -35,7 +35,10 @@ def edited(part: str, edits: tuple[Edit, ...], name: str) -> Callable[..., Any]:
             text = _replace(text, edits, name)
         for other in parts:
             text = text.replace(f"from .{other} import", f"from .{other}__{name} import")
-        made = _execute(f"{module}__{name}", text.replace("from . import register", f"from .{__name__.rpartition('.')[2]} import register"))
+        made = _execute(
+            f"{module}__{name}",
+            text.replace("from . import register", f"from .{__name__.rpartition('.')[2]} import register"),
+        )
     call: Callable[..., Any] = getattr(made, whole(part))
     return call
 
@@ -52,7 +55,9 @@ def _source(module: str) -> str:
 def _replace(text: str, edits: tuple[Edit, ...], name: str) -> str:
     for old, new in edits:
         if text.count(old) != 1:
-            raise ValueError(f"planted bug {name} must replace a text that occurs once, got {text.count(old)} of {old!r}")
+            raise ValueError(
+                f"planted bug {name} must replace a text that occurs once, got {text.count(old)} of {old!r}"
+            )
         text = text.replace(old, new)
     return text
 

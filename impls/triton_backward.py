@@ -130,7 +130,9 @@ def dkdv_kernel(
         h, at_i = hk * G + g, i.to(tl.int64)
         line = (b * Hkv * G + h) * Lq + i
         q_at = Q + b * q_strides[0] + (h * q_strides[1] + at_i * q_strides[2])[:, None] + d[None, :] * q_strides[3]
-        do_at = DO + b * do_strides[0] + (h * do_strides[1] + at_i * do_strides[2])[:, None] + dv[None, :] * do_strides[3]
+        do_at = (
+            DO + b * do_strides[0] + (h * do_strides[1] + at_i * do_strides[2])[:, None] + dv[None, :] * do_strides[3]
+        )
         for _ in tl.range(start, end, ROWS):
             in_row = (i < Lq) & (g < G)
             q = tl.load(q_at, mask=in_row[:, None] & in_d, other=0.0)

@@ -24,7 +24,10 @@ GRID_LIMIT = 65535
 
 
 @register(
-    dialect="native", supports=Region(dropout=False), contract="ieee,masked_nonfinite=may_leak,kv_tile=16,q_tile=16", triton=True
+    dialect="native",
+    supports=Region(dropout=False),
+    contract="ieee,masked_nonfinite=may_leak,kv_tile=16,q_tile=16",
+    triton=True,
 )
 def triton_flash(
     q: Tensor,
@@ -36,7 +39,7 @@ def triton_flash(
     scale: float | None = None,
     softcap: float = 0.0,
     dropout: float = 0.0,
-    dropout_seed: int = 0,
+    dropout_seed: int = 0,  # noqa: ARG001 - part of the dialect
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v by Triton kernels, differentiable in q, k, v and the bias, through o and lse.
@@ -52,9 +55,11 @@ def triton_flash(
     if max(q.shape[3], v.shape[3]) > 256:
         raise NotImplementedError(f"triton_flash must get head dims up to 256, got D={q.shape[3]}, Dv={v.shape[3]}")
     if max(q.shape[0], q.shape[1]) > GRID_LIMIT:
-        raise NotImplementedError(f"triton_flash must get at most {GRID_LIMIT} batches and query heads, got q of shape {tuple(q.shape)}")
+        raise NotImplementedError(
+            f"triton_flash must get at most {GRID_LIMIT} batches and query heads, got q of shape {tuple(q.shape)}"
+        )
     problem = Problem.of(q, k, mask, q.shape[3] ** -0.5 if scale is None else scale, softcap)
-    o, lse = _TritonFlash.apply(q, k, v, bias, problem)
+    o, lse = _TritonFlash.apply(q, k, v, bias, problem)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
@@ -170,7 +175,11 @@ def backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(lse)
     broadcast = bias is not None and bias.shape != (B, Hq, Lq, Lk)
-    dbias = bias.new_zeros(bias.shape, dtype=torch.float32 if broadcast else bias.dtype) if bias is not None and bias_grad else None
+    dbias = (
+        bias.new_zeros(bias.shape, dtype=torch.float32 if broadcast else bias.dtype)
+        if bias is not None and bias_grad
+        else None
+    )
     size, flags = tiles(q, k, Dv), _flags(problem, bias)
     q_tiles, head_tiles = _query_tiles(size, Lq, Hq // Hkv)
     k_tiles = -(-Lk // size["BLOCK_N"])
@@ -194,7 +203,9 @@ class _TritonFlash(torch.autograd.Function):
     """Ties `forward` and `backward` to autograd; outputs o and lse are both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem
+    ) -> tuple[Tensor, Tensor]:
         with torch.cuda.device_of(q):
             o, lse = forward(problem, q, k, v, bias)
         ctx.save_for_backward(q, k, v, bias, o, lse)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh(x) with a small relative error everywhere, from exp and log alone.
+    """The hyperbolic tangent with a small relative error everywhere, from exp and log alone.
 
     expm1(y) = (u - 1) y / log(u) with u = exp(y) as rounded (Kahan): what u lost to rounding cancels, where
     1 - 2 / (u + 1) would lose every digit of a small x. Beyond |x| = 20 tanh is 1; the comparisons let nan through.

@@ -56,6 +56,8 @@ class Allocation:
 class GuardedAllocations(TorchDispatchMode):
     """While it is active every factory call gives a tensor inside poisoned margins; `findings` looks at the margins."""
 
+    supports_higher_order_operators = True  # flex_attention is one; it is let through whole
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Allocation] = []

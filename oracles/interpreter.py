@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .. import compat
 from .finding import Finding
 
 if TYPE_CHECKING:
@@ -53,11 +54,18 @@ def install() -> None:
     """
     if _installed:
         return
+    compat.check(gpu=False)  # a machine with a GPU may have versions that only compile
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.runtime.interpreter as interp
 
-    from . import interpreter_bf16, interpreter_fast, interpreter_fast_ops, interpreter_launch, interpreter_libdevice
-    from . import monitor_overflow
+    from . import (
+        interpreter_bf16,
+        interpreter_fast,
+        interpreter_fast_ops,
+        interpreter_launch,
+        interpreter_libdevice,
+        monitor_overflow,
+    )
     from .interpreter_patches import Patches
     from .monitor_memory import Memory
 
@@ -97,11 +105,12 @@ def exact(**options: Any) -> Iterator[Monitor]:
     """Like `monitored`, with every float held in float64; `monitor.value(tensor)` is its unrounded value."""
     install()
     from . import shadow
+    from .interpreter_fast_ops import forget_constants
     from .interpreter_patches import Patches
 
     patches = Patches()
     with ExitStack() as stack:
-        stack.callback(shadow.forget_constants)
+        stack.callback(forget_constants)
         stack.callback(patches.restore)
         shadow.apply(patches)
         monitor = stack.enter_context(monitored(exact=True, **options))

@@ -56,7 +56,7 @@ def apply(patches: Patches) -> None:
             return fabs(self, arg)
         return interp.TensorHandle(np.abs(arg.data), arg.dtype.scalar)
 
-    def get_bf16(self: Any, value: Any) -> Any:
+    def get_bf16(_: Any, value: Any) -> Any:
         return interp.TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)
 
     patches.set(interp, "_get_np_dtype", np_dtype)

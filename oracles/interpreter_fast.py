@@ -35,6 +35,10 @@ class _Language:
             first.setdefault((id(owner), name), (owner, name, old))
         self.originals = list(first.values())
         self.replacements = [(owner, name, _direct(old, vars(owner)[name])) for owner, name, old in self.originals]
+        self.replacements += [
+            (tl.tensor, "__index__", _index),
+            (tl.tensor, "__getitem__", _getitem(tl.tensor.__getitem__)),
+        ]
         scope.restore()
         self.depth = 0
 
@@ -70,6 +74,30 @@ def _direct(builtin: Any, replacement: Any) -> Any:
         return plain(*args, **kwargs)
 
     return call
+
+
+def _index(tensor: Any) -> int:
+    """The scalar as a Python int; Triton 3.6 converts an array of one element, which numpy 2 warns about and 2.4 refuses."""
+    return int(tensor.handle.data.item())
+
+
+def _getitem(slowly: Callable[..., Any]) -> Callable[..., Any]:
+    """`x[:, None]` as one numpy view instead of one operation for every new axis."""
+    types_of: dict[Any, Any] = {}
+    everything = slice(None)
+
+    def getitem(self: Any, slices: Any) -> Any:
+        if type(slices) is not tuple or self.handle.attr or not self.type.is_block():
+            return slowly(self, slices)
+        key = self.type.name, *[s is None for s in slices]
+        if any(s is not None and s != everything for s in slices) or key.count(False) != len(self.type.shape):
+            return slowly(self, slices)
+        data = self.handle.data[slices]
+        if key not in types_of:
+            types_of[key] = tl.block_type(self.type.scalar, list(data.shape))
+        return tl.tensor(interp.TensorHandle(data, self.handle.dtype.scalar), types_of[key])
+
+    return getitem
 
 
 def _patch_language_once(patches: Patches) -> None:

@@ -127,7 +127,8 @@ def _run_grid(executor: Any, monitor: Monitor, bound: dict[str, Any]) -> None:
     grid = executor.grid(converted) if callable(executor.grid) else executor.grid
     if len(grid) > 3:
         raise ValueError(f"a grid must have at most 3 dimensions, got {len(grid)}")
-    sizes = tuple(int(n) for n in (*grid, 1, 1)[: max(3, len(grid))])
+    x, y, z = (int(n) for n in (*grid, 1, 1)[:3])
+    sizes = x, y, z
     builder, fn = interp.interpreter_builder, executor.fn
     builder.set_grid_dim(*sizes)
     try:
@@ -139,7 +140,7 @@ def _run_grid(executor: Any, monitor: Monitor, bound: dict[str, Any]) -> None:
         raise _explained(executor.fn.__name__, error) from error
 
 
-def _programs(grid: tuple[int, ...], order: np.random.Generator | str | None) -> Iterator[tuple[int, int, int]]:
+def _programs(grid: tuple[int, int, int], order: np.random.Generator | str | None) -> Iterator[tuple[int, int, int]]:
     """Indices of the grid's programs in the interpreter's own order, reversed, or permuted."""
     numbers: Any = range(grid[0] * grid[1] * grid[2])
     if order == "reverse":
@@ -217,7 +218,10 @@ def _adopt_compiled_functions(patches: Patches) -> None:
 
 
 def _bound(function: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _compile_and_exec(self: Any, tree: ast.Module) -> Any:
@@ -228,7 +232,7 @@ def _compile_and_exec(self: Any, tree: ast.Module) -> Any:
     if names:
         tree = _inside_a_factory(tree, names, self.fn.__name__)
     namespace = dict(self.kwargs)
-    exec(compile(tree, filename=self.filename, mode="exec"), self.fn.__globals__, namespace)
+    exec(compile(tree, filename=self.filename, mode="exec"), self.fn.__globals__, namespace)  # noqa: S102 (the kernel itself)
     if not names:
         return namespace[self.fn.__name__]
     made = namespace["_factory"](*names)

@@ -175,10 +175,11 @@ class Monitor:
         item = tensor.element_size()
         base = ((len(windows) + 1) << WINDOW_SHIFT) + tensor.data_ptr() % 4096
         span, shown = span_and_shown(tuple(tensor.size()), tuple(tensor.stride()))
-        origin = np.uint64(base - tensor.storage_offset() * item)
+        offset = int(tensor.storage_offset())
+        origin = np.uint64(base - offset * item)
         last = base + (span - 1) * item
         windows.append(
-            Window(self.launch.naming, tensor, shadow, base, span, shown, origin, item.bit_length() - 1, last)
+            Window(self.launch.naming, tensor, shadow, offset, base, span, shown, origin, item.bit_length() - 1, last)
         )
         return base
 
@@ -201,7 +202,7 @@ class Monitor:
         elements = ((addresses - window.origin) >> np.uint64(window.shift)).view(np.int64)
         if self.overflowed is not None:
             marked = np.broadcast_to(self.overflowed, lanes)
-            relative = elements - window.tensor.storage_offset()
+            relative = elements - window.offset
             self.flag(f"overflow-{op}", window, relative, marked if active is None else marked[active])
         inside = low >= window.base and high <= window.last and item == window.shadow.item
         if not inside or int(np.bitwise_or.reduce(addresses, axis=None)) & (item - 1) or window.shown is not None:
@@ -227,7 +228,7 @@ class Monitor:
         self, window: Window, addresses: Array, elements: Array, active: Array | None, item: int, op: str
     ) -> tuple[Array, Array | None]:
         """The elements that may be touched and the lanes they belong to; the others are reported and switched off."""
-        relative = elements - window.tensor.storage_offset()
+        relative = elements - window.offset
         misfit = (addresses.view(np.int64) - window.base) % item != 0
         if item != window.shadow.item or misfit.any():
             self.report(f"size-{op}", window, int(relative.flat[0]), addresses.size)
@@ -257,7 +258,7 @@ class Monitor:
         known = shadow.initialised[elements]
         if self.uninitialised and not known.all():
             untouched = ~known & _still_poison(shadow, elements)
-            self.flag(f"uninitialised-{op}", window, elements - window.tensor.storage_offset(), untouched)
+            self.flag(f"uninitialised-{op}", window, elements - window.offset, untouched)
         if op == "atomic":
             shadow.initialised[elements] = True
 
@@ -267,7 +268,7 @@ class Monitor:
             shadow.log_read(program, elements)
             return
         writer, reader, atomic = shadow.owners()
-        relative = elements - window.tensor.storage_offset()
+        relative = elements - window.offset
         wrote = _another(writer[elements], program)
         if op == "atomic":
             self.flag("race-atomic-and-plain", window, relative, wrote | _another(reader[elements], program))

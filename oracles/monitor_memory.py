@@ -136,4 +136,4 @@ def _check_lanes(monitor: Monitor, access: Access, stored: Array, lanes: Array) 
     differ = stored != lanes
     if differ.any():
         differ &= ~((stored != stored) & (lanes != lanes))
-        monitor.flag("race-lanes", access.window, access.elements - access.window.tensor.storage_offset(), differ)
+        monitor.flag("race-lanes", access.window, access.elements - access.window.offset, differ)

@@ -145,6 +145,8 @@ def apply(patches: Patches, memory: Memory) -> OverflowWatch:
     """Put the watch in the place of Triton's own overflow check."""
     watch = OverflowWatch(memory)
     patches.set(
-        TritonSemantic, "binary_op_sanitize_overflow_impl", lambda _, lhs, rhs, operation: watch.check(lhs, rhs, operation)
+        TritonSemantic,
+        "binary_op_sanitize_overflow_impl",
+        lambda _, lhs, rhs, operation: watch.check(lhs, rhs, operation),
     )
     return watch

@@ -45,7 +45,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def memory_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Array:
     """The storage's own bytes as a flat numpy array of `dtype`, a view."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     whole = raw.size // dtype.itemsize * dtype.itemsize
     view: Array = raw[:whole].view(numpy_dtype(dtype))
     return view
@@ -68,7 +68,7 @@ class Shadow:
         self.item = tensor.element_size()
         self.memory = memory_of(storage, tensor.dtype)
         self.dtype = tensor.dtype
-        self.ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.ref = StorageWeakRef(storage)
         self.initialised = initialised
         self.poison: bytes | None = None
         self.values: Array | None = None  # exact mode: the unrounded float64 values
@@ -82,7 +82,7 @@ class Shadow:
     @property
     def expired(self) -> bool:
         """Whether the storage is gone, so that its address may belong to another one."""
-        return bool(self.ref.expired())  # type: ignore[no-untyped-call]
+        return bool(self.ref.expired())
 
     def begin_launch(self) -> None:
         """Forget which program touched what: launches are ordered."""
@@ -128,7 +128,8 @@ class Shadow:
             return Shadow(tensor)
         item = tensor.element_size()
         in_bytes = np.repeat(self.initialised, self.item)
-        return Shadow(tensor, in_bytes[: in_bytes.size // item * item].reshape(-1, item).all(axis=1))
+        whole: Array = in_bytes[: in_bytes.size // item * item].reshape(-1, item)
+        return Shadow(tensor, np.logical_and.reduce(whole, axis=1))
 
 
 def enter(owner: Array, elements: Array, program: int) -> None:
@@ -144,6 +145,7 @@ class Window:
     name: str
     tensor: Tensor
     shadow: Shadow
+    offset: int  # of the tensor's first element in its storage
     base: int  # virtual address of the tensor's first element
     span: int  # elements from the first to the last the tensor shows
     shown: Array | None  # which elements of the span the tensor shows; None: all

@@ -45,13 +45,15 @@ def light(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
         chosen = wrapped if "torch._dynamo" in sys.modules else plain
         return chosen(self, func, types, args, kwargs)
 
-    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
+    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     return mode
 
 
 @light
 class AllocationMode(TorchDispatchMode):
     """Tells a monitor about torch's allocations and writes."""
+
+    supports_higher_order_operators = True  # flex_attention is one; it is let through whole
 
     def __init__(self, monitor: Monitor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,6 +62,8 @@ class AllocationMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return out
         if name_of(func) in _EMPTY:
             if "out" not in kwargs:
                 self.monitor.mark_empty(out)

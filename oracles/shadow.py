@@ -53,7 +53,7 @@ def apply(patches: Patches) -> None:
             return handle(src.data, dst.scalar)
         return fp_to_fp(self, src, dst, rounding)
 
-    def bitcast(self: Any, src: Any, dst: Any) -> Any:
+    def bitcast(_: Any, src: Any, dst: Any) -> Any:
         """Bits are those of the dtype the kernel names: a float gives up its unrounded value here."""
         source, target = src.dtype.scalar, dst.scalar
         if _is_float(source) and _is_float(target):
@@ -82,12 +82,16 @@ class ShadowMode(TorchDispatchMode):
     Random operations and those that float64 cannot do lose exactness: `Monitor.value` then says so.
     """
 
+    supports_higher_order_operators = True  # flex_attention is one: it is let through whole, and loses exactness
+
     def __init__(self, monitor: Monitor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.monitor = monitor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._whole(func, args, kwargs)
         written = [t for t in written_arguments(func, args, kwargs) if _carried(t)]
         for tensor in written:
             self.monitor.shadow_of(tensor).unrounded()  # before it changes
@@ -96,6 +100,14 @@ class ShadowMode(TorchDispatchMode):
         if twins is not None:
             results = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
             self._carry(func, twins, results, written, self._lost(args, kwargs))
+        return out
+
+    def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        for tensor in filter(_carried, _tensors(out)):
+            shadow = self.monitor.shadow_of(tensor)
+            shadow.refresh()
+            shadow.lost = func.name()
         return out
 
     def _twins(self, args: Any, kwargs: Any) -> Any:

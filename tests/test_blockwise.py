@@ -11,7 +11,8 @@ from flashproof.fuzz.execute import Runner
 from flashproof.fuzz.judge import Judge
 from flashproof.fuzz.masks import BlockSparse, Causal, Document, Full, Padding, Prefix, Random, Strided, Window
 from flashproof.fuzz.strategies import cases
-from flashproof.impls import REGISTRY, blockwise as module
+from flashproof.impls import REGISTRY
+from flashproof.impls import blockwise as module
 from flashproof.impls.blockwise import REGION, blockwise
 from flashproof.impls.textbook import textbook
 
@@ -50,9 +51,13 @@ def test_every_kind_of_mask_is_within_the_limits(mask):
 def results(attention, **keywords):
     """(o, lse, dq, dk, dv, dbias) in float64, with a gradient through lse."""
     torch.manual_seed(0)
-    q, k, v, bias = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 19, 8), (2, 2, 21, 8), (2, 2, 21, 5), (1, 4, 19, 1)))
+    q, k, v, bias = (
+        torch.randn(s, dtype=torch.float64) for s in ((2, 4, 19, 8), (2, 2, 21, 8), (2, 2, 21, 5), (1, 4, 19, 1))
+    )
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
-    o, lse = attention(q, k, v, bias=bias, mask=Causal(), softcap=3.0, dropout=0.1, dropout_seed=5, return_lse=True, **keywords)
+    o, lse = attention(
+        q, k, v, bias=bias, mask=Causal(), softcap=3.0, dropout=0.1, dropout_seed=5, return_lse=True, **keywords
+    )
     return [o, lse, *torch.autograd.grad((o, lse), leaves, (torch.randn_like(o), torch.randn_like(lse)))]
 
 

@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given
 
+from flashproof.fuzz import masks
 from flashproof.fuzz.case import SCHEMA, SIZES, Case, case_from_json
 from flashproof.fuzz.masks import And, Causal, Full, Not, Padding, Window
 from flashproof.fuzz.strategies import cases
@@ -29,6 +30,16 @@ def test_equal_numbers_of_other_types_give_the_same_key():
 
 def test_json_names_sizes_and_what_differs_from_the_default_only():
     assert set(Case(softcap=5.0).to_json()) == {"schema", *SIZES, "dtype", "seed", "softcap"}
+
+
+def test_a_case_prints_as_the_python_that_makes_it():
+    case = Case(Lk=17, mask=Causal(), softcap=5)
+    assert repr(case) == "Case(Lk=17, mask=Causal(align='top_left'), softcap=5.0)" and repr(Case()) == "Case()"
+
+
+@given(cases())
+def test_evaluating_what_a_case_prints_gives_it_back(case):
+    assert eval(repr(case), vars(masks) | {"Case": Case}) == case  # noqa: S307 (our own text)
 
 
 def test_the_default_case_is_the_simplest():
@@ -77,7 +88,9 @@ def test_every_field_has_malformed_values_in_the_table():
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in MALFORMED.items() for value in values])
 def test_a_malformed_field_is_named(name, value):
-    with pytest.raises(ValueError, match=r"mask (kind )?must" if name == "mask" else rf"case field {name} must .*got {name}="):
+    with pytest.raises(
+        ValueError, match=r"mask (kind )?must" if name == "mask" else rf"case field {name} must .*got {name}="
+    ):
         case_from_json({"schema": SCHEMA, name: value})
 
 

@@ -76,6 +76,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "t.py").write_text(textwrap.dedent(TARGETS))
     (tmp_path / "broken.py").write_text("import torch\nvalue = 1 / 0\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # loading a target adds its folder
     monkeypatch.setattr(hunting, "hunt", partial(hunt, policy=QUICK))
     return tmp_path
 
@@ -117,7 +118,7 @@ def test_the_first_lines_say_what_was_understood(here, capsys):
     first = capsys.readouterr().out[:1500]
     for word in (
         "sdpa",
-        "uses is_causal, scale",
+        "keywords is_causal, scale",
         "lacks attn_mask",
         "none declared",
         "may_leak",

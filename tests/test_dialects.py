@@ -268,6 +268,6 @@ def test_right_answers_have_no_findings() -> None:
 
 def test_expressible_region_leaves_out_what_no_keyword_says() -> None:
     region = expressible(FLASH)
-    assert region.masks == ("none", "causal_top_left", "causal_bottom_right", "window")
+    assert region.masks == ("none", "causal_bottom_right", "window")
     assert (region.softcap, region.bias, region.lse_grad, region.gqa) == (True, False, True, True)
     assert not expressible(recognise(lambda q, k, v, is_causal=False: 0)).gqa

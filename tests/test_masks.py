@@ -63,7 +63,7 @@ def test_every_kind_has_a_definition():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("mask", "allowed"), DEFINITIONS)
 def test_the_dense_mask_follows_its_definition(mask, allowed, shape):
-    B, H, Lq, Lk = shape
+    _, _, Lq, Lk = shape
     dense = mask.dense(*shape).expand(shape)
     for b, h, i, j in itertools.product(*map(range, shape)):
         assert dense[b, h, i, j].item() == allowed(b, h, i, j, Lq, Lk), (b, h, i, j)
@@ -137,7 +137,10 @@ def test_a_random_mask_varies_along_each_of_its_axes(axes):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"kind": "causal", "align": "left"}, "mask field align must be one of top_left, bottom_right, got align='left'"),
+        (
+            {"kind": "causal", "align": "left"},
+            "mask field align must be one of top_left, bottom_right, got align='left'",
+        ),
         ({"kind": "window", "left": -2}, "mask field left must be an integer >= -1"),
         ({"kind": "window", "right": 1.0}, "mask field right must"),
         ({"kind": "padding", "lengths": []}, "mask field lengths must be a non-empty list"),
@@ -175,4 +178,11 @@ def test_and_with_a_full_mask_is_the_other_mask():
 
 
 def test_walk_finds_every_mask_inside():
-    assert [m.kind for m in Not(And(Causal(), Or(Full(), Strided()))).walk()] == ["not", "and", "causal", "or", "full", "strided"]
+    assert [m.kind for m in Not(And(Causal(), Or(Full(), Strided()))).walk()] == [
+        "not",
+        "and",
+        "causal",
+        "or",
+        "full",
+        "strided",
+    ]

@@ -147,7 +147,11 @@ def test_tensor_descriptors_are_followed_to_their_tensor(kernels):
     assert not m.violations
     assert torch.equal(c, a * 2)
     assert torch.equal(d, a * 2)
-    assert m.by_arg()["device_descriptor", "A", "load"] == m.by_arg()["host_descriptor", "a", "load"] == (37 * 24 * 4, 37 * 24)
+    assert (
+        m.by_arg()["device_descriptor", "A", "load"]
+        == m.by_arg()["host_descriptor", "a", "load"]
+        == (37 * 24 * 4, 37 * 24)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -334,7 +338,10 @@ def test_findings_of_one_kind_and_argument_are_merged(kernels):
         ("key-tail", {("oob-load", "K")}),
         ("row-tail", {("oob-store", "O"), ("race-store-after-write", "O")}),
         ("lse-padding", {("uninitialised-load", "LSE")}),
-        ("plain-dq", {(f"race-{kind}", "DQ") for kind in ("load-after-write", "store-after-write", "store-after-read")}),
+        (
+            "plain-dq",
+            {(f"race-{kind}", "DQ") for kind in ("load-after-write", "store-after-write", "store-after-read")},
+        ),
     ],
 )
 def test_each_memory_fault_of_an_attention_kernel_is_found(attention, fault, wanted):

@@ -19,6 +19,10 @@ def test_the_size_below_that_passes_is_told() -> None:
     assert words(FORWARD.but(Lk=101), lambda c: c.Lk > 100) == ["Lk = 100 passes, 101 fails"]
 
 
+def test_a_whole_number_of_tiles_above_that_fails_is_not_told() -> None:
+    assert words(FORWARD.but(Lk=65), lambda c: c.Lk > 64) == ["Lk = 64 passes, 65 fails"]
+
+
 def test_a_whole_number_of_tiles_above_that_passes_is_told() -> None:
     assert words(FORWARD.but(Lk=65), lambda c: c.Lk > 64 and c.Lk % 64 > 0) == ["Lk = 64 passes, 65 fails, 128 passes"]
 

@@ -14,7 +14,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(scope="module")
 def attention():
     interpreter.enable()
-    spec = importlib.util.spec_from_file_location("kernels_attention", Path(__file__).parent / "kernels" / "attention.py")
+    spec = importlib.util.spec_from_file_location(
+        "kernels_attention", Path(__file__).parent / "kernels" / "attention.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
@@ -119,7 +121,10 @@ class _in_float64:  # noqa: N801, reads as a function
 
 class _NoCasts(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in (kwargs or {}).items()}
+        kwargs = {
+            k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
+            for k, v in (kwargs or {}).items()
+        }
         return func(*args, **kwargs)
 
 

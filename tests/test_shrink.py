@@ -110,6 +110,7 @@ EXACT: dict[str, Bug] = {
     "an index over the whole tensor": Bug(lambda c: c.B * c.Hq * c.Lq * c.D > 200, forward(D=201), 260),
     "fewer queries than keys, both above five": Bug(lambda c: 5 < c.Lq < c.Lk, forward(Lq=6, Lk=7), 130),
     "lengths that are equal and above five": Bug(lambda c: c.Lq == c.Lk > 5, forward(Lq=6, Lk=6), 150, BIG.but(Lq=77, Lk=77)),
+    "a constant distance of the widths": Bug(lambda c: c.D - c.Dv == 16, forward(D=17), 105),
     "a constant distance of the lengths": Bug(lambda c: c.Lk - c.Lq == 54, forward(Lk=55), 170),
     "no keys at all": Bug(lambda c: c.Lk == 0, forward(Lk=0), 30, BIG.but(Lk=0)),
     "the second batch": Bug(lambda c: c.B > 1 and c.Lk > 1, forward(B=2, Lk=2), 45),
@@ -279,4 +280,7 @@ def test_size_candidates_are_below_and_ascending() -> None:
 
 def test_plainer_values_are_tried_for_every_named_field() -> None:
     names = {name for changes in simpler_values(BIG) for name in changes}
-    assert names >= {*ORDERED, *NUMBERS, "bias_axes", "mask_axes", "requires_grad"} - {"layout_k", "mask_fill"}  # blhd is the plainest
+    assert names >= {*ORDERED, *NUMBERS, "bias_axes", "mask_axes", "requires_grad"} - {
+        "layout_k",
+        "mask_fill",
+    }  # blhd is the plainest

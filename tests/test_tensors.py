@@ -206,7 +206,9 @@ def test_masks_and_biases_are_guarded_too(layout):
 def test_without_guards_there_are_no_margins_but_changes_are_found():
     inputs = build(Case(**SIZES), guards=False)
     inputs.k[1, 1, 1, 1] += 1
-    assert {block.margin for block in inputs.blocks} == {0} and inputs.damage() == [("k", (1, 1, 1, 1), "input changed")]
+    assert {block.margin for block in inputs.blocks} == {0} and inputs.damage() == [
+        ("k", (1, 1, 1, 1), "input changed")
+    ]
 
 
 @pytest.mark.gpu
@@ -281,7 +283,9 @@ def test_a_soft_fill_lies_in_the_bias_and_forbids_nothing(fill, value):
 
 
 def test_a_soft_fill_is_exact_whatever_the_bias():
-    inputs = build(Case(**SIZES, mask=Causal(), mask_form="additive", mask_fill="min", dtype="float16", bias="negative"))
+    inputs = build(
+        Case(**SIZES, mask=Causal(), mask_form="additive", mask_fill="min", dtype="float16", bias="negative")
+    )
     assert (inputs.bias[~Causal().dense(2, 6, 5, 7)] == torch.finfo(torch.float16).min).all()
 
 
@@ -357,7 +361,11 @@ def test_dropout_without_a_chance_drops_nothing():
 
 def test_inputs_hold_the_dropout_mask_and_the_gradient_of_lse_when_asked():
     inputs = build(Case(**SIZES, dropout=0.5, lse_grad=True, dtype="bfloat16"))
-    assert inputs.dropout_keep.shape == (2, 6, 5, 7) and inputs.dlse.shape == (2, 6, 5) and inputs.dlse.dtype == torch.float32
+    assert (
+        inputs.dropout_keep.shape == (2, 6, 5, 7)
+        and inputs.dlse.shape == (2, 6, 5)
+        and inputs.dlse.dtype == torch.float32
+    )
     plain = build(Case(**SIZES))
     assert plain.dropout_keep is None and plain.dlse is None
 

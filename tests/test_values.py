@@ -84,7 +84,9 @@ def test_a_smaller_case_keeps_the_values_of_what_remains(data, case, sizes):
     if data.startswith("nonfinite"):
         data = "normal"  # their places move into the smaller tensor, by design
     big = case.but(data=data, mask_form="flags", mask_fill="-inf")
-    B, Hkv, Lq, Lk, D, Dv = (min(a, b) for a, b in zip(sizes, (big.B, big.Hkv, big.Lq, big.Lk, big.D, big.Dv), strict=True))
+    B, Hkv, Lq, Lk, D, Dv = (
+        min(a, b) for a, b in zip(sizes, (big.B, big.Hkv, big.Lq, big.Lk, big.D, big.Dv), strict=True)
+    )
     small = big.but(B=B, Hkv=Hkv, Hq=Hkv * big.G, Lq=Lq, Lk=Lk, D=D, Dv=Dv)
     whole, part = build(big), build(small)
     for name in ("q", "k", "v", "do"):
@@ -216,7 +218,9 @@ def test_nonfinite_masked_is_normal_where_nothing_is_masked_exactly():
 
 def test_expanded_keys_are_poisoned_only_where_every_head_masks_them():
     for seed in range(6):
-        case = Case(**SIZES, data="nonfinite_masked", seed=seed, mask=Padding((3, 5)), layout_k="expand", layout_v="expand")
+        case = Case(
+            **SIZES, data="nonfinite_masked", seed=seed, mask=Padding((3, 5)), layout_k="expand", layout_v="expand"
+        )
         inputs = build(case)
         assert inputs.k[:, :, :5].isfinite().all() and inputs.v[:, :, :5].isfinite().all()
 
@@ -225,7 +229,16 @@ def pinned_cases():
     """Twenty cases over the finite regimes, the gradients and the dtypes."""
     finite = [name for name in DATA if not name.startswith("nonfinite")] + ["normal"]
     return [
-        Case(**SIZES, data=data, grad=GRADS[n % 5], dtype=DTYPES[n % 3], seed=n, bias="normal", mask=Causal(), lse_grad=True)
+        Case(
+            **SIZES,
+            data=data,
+            grad=GRADS[n % 5],
+            dtype=DTYPES[n % 3],
+            seed=n,
+            bias="normal",
+            mask=Causal(),
+            lse_grad=True,
+        )
         for n, data in enumerate(finite)
     ]
 

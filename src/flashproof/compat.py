@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 Versions = Mapping[str, str]
 """Installed version per distribution name; a distribution that is not installed is absent."""
@@ -20,12 +21,13 @@ class _Rule:
     reason: str
     remedy: str
     names: tuple[str, ...]
+    interpreter: bool = False  # only Triton's interpreter is broken: compiled kernels on a GPU work
 
 
 def _release(version: str) -> tuple[int, ...]:
     """The numbers a version starts with: 2.13.0+cpu -> (2, 13, 0), 3.7.0rc1 -> (3, 7, 0)."""
     numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
+    for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break
@@ -49,6 +51,7 @@ RULES = (
         "Triton's interpreter before 3.7 fails on numpy 2.4 (https://github.com/triton-lang/triton/issues/9171)",
         "pip install 'numpy<2.4' (or 'triton>=3.7')",
         ("numpy", "triton"),
+        interpreter=True,
     ),
     _Rule(
         lambda v: _below(v, "triton", 3, 6),
@@ -65,10 +68,13 @@ RULES = (
 )
 
 
-def problem(versions: Versions) -> str | None:
-    """One sentence that names the versions, the reason and the remedy, or None when they can work together."""
+def problem(versions: Versions, *, gpu: bool = False) -> str | None:
+    """One sentence that names the versions, the reason and the remedy, or None when they can work together.
+
+    On a machine with a `gpu` kernels can be compiled, so what breaks only the interpreter is no reason to refuse.
+    """
     for rule in RULES:
-        if rule.broken(versions):
+        if rule.broken(versions) and not (gpu and rule.interpreter):
             found = " with ".join(f"{name} {versions[name]}" for name in rule.names)
             return f"flashproof cannot work on {found}: {rule.reason}. Remedy: {rule.remedy}"
     return None
@@ -85,8 +91,13 @@ def installed(*names: str) -> dict[str, str]:
     return found
 
 
-def check() -> None:
-    """Raise IncompatibleVersions when the installed distributions cannot work together."""
-    sentence = problem(installed("numpy", "torch", "triton"))
+def has_gpu() -> bool:
+    """Whether the operating system shows an NVIDIA or AMD compute device."""
+    return any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))
+
+
+def check(*, gpu: bool | None = None) -> None:
+    """Raise IncompatibleVersions when the installed distributions cannot work together; `gpu` None: look for one."""
+    sentence = problem(installed("numpy", "torch", "triton"), gpu=has_gpu() if gpu is None else gpu)
     if sentence is not None:
         raise IncompatibleVersions(sentence)

@@ -18,8 +18,31 @@ def _keep(rows, columns, Lq, Lk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(Q, K, V, O, LSE, scale, Lq, Lk, D, sq, sqm, sk, skn, sv, svn, so, som, sl,
-                   BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, FAULT: tl.constexpr):
+def forward_kernel(
+    Q,
+    K,
+    V,
+    O,
+    LSE,
+    scale,
+    Lq,
+    Lk,
+    D,
+    sq,
+    sqm,
+    sk,
+    skn,
+    sv,
+    svn,
+    so,
+    som,
+    sl,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FAULT: tl.constexpr,
+):
     pm, bh = tl.program_id(0), tl.program_id(1)
     om = pm * BM + tl.arange(0, BM)
     od = tl.arange(0, BD)
@@ -34,8 +57,11 @@ def forward_kernel(Q, K, V, O, LSE, scale, Lq, Lk, D, sq, sqm, sk, skn, sv, svn,
     for n0 in tl.range(0, hi, BN):
         on = n0 + tl.arange(0, BN)
         kv = (on[:, None] < Lk) & (od[None, :] < D)
-        k = tl.load(K + bh * sk + on[:, None] * skn + od[None, :],
-                    mask=(od[None, :] < D) & (on[:, None] >= 0) if FAULT == "key-tail" else kv, other=0.0)
+        k = tl.load(
+            K + bh * sk + on[:, None] * skn + od[None, :],
+            mask=(od[None, :] < D) & (on[:, None] >= 0) if FAULT == "key-tail" else kv,
+            other=0.0,
+        )
         v = tl.load(V + bh * sv + on[:, None] * svn + od[None, :], mask=kv, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         s = tl.where(_keep(om, on, Lq, Lk, CAUSAL), s, float("-inf"))
@@ -49,14 +75,44 @@ def forward_kernel(Q, K, V, O, LSE, scale, Lq, Lk, D, sq, sqm, sk, skn, sv, svn,
     dead = l == 0.0
     acc = acc / tl.where(dead, 1.0, l)[:, None]
     lse = tl.where(dead, float("-inf"), m / LOG2E + tl.log(tl.where(dead, 1.0, l)))
-    tl.store(O + bh * so + om[:, None] * som + od[None, :], acc.to(O.dtype.element_ty),
-             mask=(od[None, :] < D) & (om[:, None] >= 0) if FAULT == "row-tail" else inside)
+    tl.store(
+        O + bh * so + om[:, None] * som + od[None, :],
+        acc.to(O.dtype.element_ty),
+        mask=(od[None, :] < D) & (om[:, None] >= 0) if FAULT == "row-tail" else inside,
+    )
     tl.store(LSE + bh * sl + om, lse, mask=om < Lq)
 
 
 @triton.jit
-def backward_kernel(Q, K, V, DO, LSE, DELTA, DQ, DK, DV, scale, Lq, Lk, D, sq, sqm, sk, skn, sv, svn, sd, sdm, sl,
-                    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, FAULT: tl.constexpr):
+def backward_kernel(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    DQ,
+    DK,
+    DV,
+    scale,
+    Lq,
+    Lk,
+    D,
+    sq,
+    sqm,
+    sk,
+    skn,
+    sv,
+    svn,
+    sd,
+    sdm,
+    sl,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FAULT: tl.constexpr,
+):
     pn, bh = tl.program_id(0), tl.program_id(1)
     on = pn * BN + tl.arange(0, BN)
     od = tl.arange(0, BD)
@@ -70,7 +126,11 @@ def backward_kernel(Q, K, V, DO, LSE, DELTA, DQ, DK, DV, scale, Lq, Lk, D, sq, s
         inside = (om[:, None] < Lq) & (od[None, :] < D)
         q = tl.load(Q + bh * sq + om[:, None] * sqm + od[None, :], mask=inside, other=0.0)
         do = tl.load(DO + bh * sd + om[:, None] * sdm + od[None, :], mask=inside, other=0.0)
-        lse = tl.load(LSE + bh * sl + om) if FAULT == "lse-padding" else tl.load(LSE + bh * sl + om, mask=om < Lq, other=0.0)
+        lse = (
+            tl.load(LSE + bh * sl + om)
+            if FAULT == "lse-padding"
+            else tl.load(LSE + bh * sl + om, mask=om < Lq, other=0.0)
+        )
         delta = tl.load(DELTA + bh * sl + om, mask=om < Lq, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         p = tl.where(_keep(om, on, Lq, Lk, CAUSAL), tl.exp2(s - lse[:, None] * LOG2E), 0.0)
@@ -98,8 +158,26 @@ def forward(q, k, v, causal=False, block=16, fault=""):
     padded = -(-Lq // block) * block
     o, lse = torch.empty_like(q), torch.empty(B * H, padded)
     forward_kernel[(padded // block, B * H)](
-        q, k, v, o, lse, D**-0.5, Lq, k.shape[2], D, *_strides(q), *_strides(k), *_strides(v), *_strides(o), padded,
-        BM=block, BN=block, BD=max(16, triton.next_power_of_2(D)), CAUSAL=causal, FAULT=fault)
+        q,
+        k,
+        v,
+        o,
+        lse,
+        D**-0.5,
+        Lq,
+        k.shape[2],
+        D,
+        *_strides(q),
+        *_strides(k),
+        *_strides(v),
+        *_strides(o),
+        padded,
+        BM=block,
+        BN=block,
+        BD=max(16, triton.next_power_of_2(D)),
+        CAUSAL=causal,
+        FAULT=fault,
+    )
     return o, lse
 
 
@@ -112,8 +190,30 @@ def backward(q, k, v, o, lse, do, causal=False, block=16, fault=""):
     dq = torch.zeros(B, H, Lq, D)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (k, v))
     backward_kernel[(-(-Lk // block), B * H)](
-        q, k, v, do, lse, delta, dq, dk, dv, D**-0.5, Lq, Lk, D, *_strides(q), *_strides(k), *_strides(v), *_strides(do),
-        lse.shape[1], BM=block, BN=block, BD=max(16, triton.next_power_of_2(D)), CAUSAL=causal, FAULT=fault)
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        dq,
+        dk,
+        dv,
+        D**-0.5,
+        Lq,
+        Lk,
+        D,
+        *_strides(q),
+        *_strides(k),
+        *_strides(v),
+        *_strides(do),
+        lse.shape[1],
+        BM=block,
+        BN=block,
+        BD=max(16, triton.next_power_of_2(D)),
+        CAUSAL=causal,
+        FAULT=fault,
+    )
     return dq.to(q.dtype), dk, dv
 
 

@@ -51,8 +51,12 @@ def build(kernel, args, options, architecture):
     names = kernel.arg_names
     signature = dict(zip(names, map(type_of, args), strict=False)) | dict.fromkeys(constants, "constexpr")
     flat = [leaf for n, x in enumerate(args) for leaf in leaves(x, (n,))]
-    values = {at: x for at, x in flat if type_of(x) == "constexpr"} | {(names.index(n),): v for n, v in constants.items()}
-    aligned = [at for at, x in flat if isinstance(x, torch.Tensor) or (isinstance(x, int) and x not in (0, 1) and x % 16 == 0)]
+    values = {at: x for at, x in flat if type_of(x) == "constexpr"} | {
+        (names.index(n),): v for n, v in constants.items()
+    }
+    aligned = [
+        at for at, x in flat if isinstance(x, torch.Tensor) or (isinstance(x, int) and x not in (0, 1) and x % 16 == 0)
+    ]
     source = ASTSource(kernel, signature, values, {at: [["tt.divisibility", 16]] for at in aligned})
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch)
     return {"kernel": kernel.__name__, "architecture": architecture, "shared": made.metadata.shared}
@@ -60,10 +64,15 @@ def build(kernel, args, options, architecture):
 
 def main(what):
     """Record one forward and backward pass, then compile what was recorded."""
-    for module, name in ((triton_forward, "forward_kernel"), (triton_backward, "dq_kernel"), (triton_backward, "dkdv_kernel")):
+    for module, name in (
+        (triton_forward, "forward_kernel"),
+        (triton_backward, "dq_kernel"),
+        (triton_backward, "dkdv_kernel"),
+    ):
         setattr(module, name, Recorder(getattr(module, name)))
     dtype = getattr(torch, what["dtype"])
-    q, k, v, bias = (torch.zeros(s, dtype=dtype) for s in ((2, 4, 128, what["D"]), (2, 2, 128, what["D"]), (2, 2, 128, what["Dv"]), (1, 4, 128, 128)))  # fmt: skip
+    shapes = ((2, 4, 128, what["D"]), (2, 2, 128, what["D"]), (2, 2, 128, what["Dv"]), (1, 4, 128, 128))
+    q, k, v, bias = (torch.zeros(shape, dtype=dtype) for shape in shapes)
     bias = bias if what.get("bias") else None
     problem = triton_flash.Problem.of(q, k, MASKS[what["mask"]], 0.1, what.get("softcap", 0.0))
     o, lse = triton_flash.forward(problem, q, k, v, bias)

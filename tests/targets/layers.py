@@ -18,7 +18,7 @@ def attend(q, k, v, *, keep=None, bias=0.0, scale=None, softcap=0.0, dropout=0.0
     """(o, lse); rows with no allowed key give zeros and -inf."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
-    q32, k32, v32 = (x.to(dtype) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    q32, k32, v32 = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
     s = q32 @ k32.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s + bias
