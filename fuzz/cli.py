@@ -206,7 +206,7 @@ def read(path: Path) -> Record:
 
 def _counts(outcome: Outcome) -> str:
     parts = [
-        f"{outcome.cases} cases",
+        f"{outcome.cases} case{'s' * (outcome.cases != 1)}",
         f"{len(outcome.failures)} wrong",
         f"{outcome.accepted - len(outcome.failures)} right",
     ]

@@ -152,7 +152,13 @@ class Runner:
             self._sequence(inputs, out, exact=exact, repeat=repeat)
         except _Stopped as stopped:
             self._stop(out, stopped.error)
-        out.findings = _distinct([*out.findings, *purity(inputs)])
+        except Exception as e:
+            if self.device == "cpu" or not _device_is_lost(e):
+                raise
+            self._stop(out, e)  # the target's error, met again where the guards were read
+        if out.status != "crashed":  # a lost device cannot be read
+            out.findings += purity(inputs)
+        out.findings = _distinct(out.findings)
         out.printed = self.printed()
         out.seconds = time.perf_counter() - started
         return out
@@ -212,7 +218,7 @@ class Runner:
         try:
             result: Answer = outer()
             if self.device != "cpu":
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.device)  # an error of the target's kernels is raised here, not in a later case
         except BaseException as e:  # the target may raise anything, SystemExit included
             if isinstance(e, KeyboardInterrupt):
                 raise

@@ -17,8 +17,8 @@ from ..fuzz.masks import Full, Grid, Mask
 from ..fuzz.region import Region
 from . import register
 
-SDPA = Region(softcap=False, lse=False, lse_grad=False)
-"""What the signature of scaled_dot_product_attention can say."""
+SDPA = Region(min_len=1, softcap=False, lse=False, lse_grad=False)
+"""What its signature can say. Without keys torch gives q times 0, which is nan for an infinite q: no empty tensors."""
 FLEX = Region(min_len=1, dropout=False, backward=False, bias_grad=False, lse_grad=False)
 FLEX_CONTRACT = "torch-cpu-math,forward_only=true"
 

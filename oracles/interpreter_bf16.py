@@ -32,7 +32,6 @@ def apply(patches: Patches) -> None:
     """Teach the interpreter's dtype table, casts and constants about bfloat16."""
     builder = interp.InterpreterBuilder
     get_np_dtype, cast, fp_to_fp = interp._get_np_dtype, builder.cast_impl, builder.create_fp_to_fp
-    fabs = builder.create_fabs
 
     def np_dtype(type_: Any) -> Any:
         element = type_.element_ty if isinstance(type_, tl.block_type) else type_
@@ -51,16 +50,10 @@ def apply(patches: Patches) -> None:
             return interp.TensorHandle(_truncated(src.data), target)
         return cast_impl(self, src, dst_type)
 
-    def create_fabs(self: Any, arg: Any) -> Any:
-        if not _is_bfloat16(arg.dtype):
-            return fabs(self, arg)
-        return interp.TensorHandle(np.abs(arg.data), arg.dtype.scalar)
-
     def get_bf16(_: Any, value: Any) -> Any:
         return interp.TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)
 
     patches.set(interp, "_get_np_dtype", np_dtype)
     patches.set(builder, "cast_impl", cast_impl)
     patches.set(builder, "create_fp_to_fp", create_fp_to_fp)
-    patches.set(builder, "create_fabs", create_fabs)
     patches.set(builder, "get_bf16", get_bf16)

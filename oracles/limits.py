@@ -42,4 +42,5 @@ def limits(reference: Reference, contract: Contract, *, backward: bool = True, c
         gradients, unconstrained = backward_limits(r, contract, f)
         b |= gradients
         loose |= unconstrained
-    return Limits(b, loose)
+    # Where the limit itself overflows (scores near finfo(float64).min: inf * 0) nothing is promised.
+    return Limits({n: np.where(np.isnan(x), np.inf, x) for n, x in b.items()}, loose)

@@ -28,6 +28,7 @@ from .monitor_state import (
     coordinates,
     enter,
     flat,
+    key_of,
     merged,
     span_and_shown,
 )
@@ -68,6 +69,7 @@ class Monitor:
     order: np.random.Generator | str | None = None
     race_ok: frozenset[str] = frozenset()
     exact: bool = False
+    remembers: bool = True  # False: every launch forgets the storages of the one before
     found: dict[tuple[str, str, str], Violation] = field(default_factory=dict)
     traffic: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     shadows: dict[int, Shadow] = field(default_factory=dict)
@@ -104,9 +106,9 @@ class Monitor:
     # storages
 
     def known(self, tensor: Tensor) -> Shadow | None:
-        """The shadow of the tensor's storage, if there is one and the storage still lives."""
-        shadow = self.shadows.get(tensor.untyped_storage().data_ptr())
-        return None if shadow is None or shadow.expired else shadow
+        """The shadow of the tensor's storage, if there is one."""
+        shadow = self.shadows.get(key_of(tensor))
+        return None if shadow is None or shadow.moved else shadow
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
         """The shadow of the tensor's storage, made when there is none."""
@@ -114,7 +116,7 @@ class Monitor:
         if shadow is not None and shadow.dtype == tensor.dtype:
             return shadow
         shadow = Shadow(tensor) if shadow is None else shadow.regrouped(tensor)
-        self.shadows[tensor.untyped_storage().data_ptr()] = shadow
+        self.shadows[key_of(tensor)] = shadow
         return shadow
 
     def mark_empty(self, tensor: Tensor) -> None:
@@ -128,7 +130,7 @@ class Monitor:
         elif tensor.dtype != torch.bool:
             shadow.memory.view(np.uint8).fill(0xA5)
         shadow.poison = shadow.memory[:1].tobytes()
-        self.shadows[tensor.untyped_storage().data_ptr()] = shadow
+        self.shadows[key_of(tensor)] = shadow
 
     def mark_written(self, tensor: Tensor) -> None:
         """Note that a torch operation wrote the tensor."""
@@ -160,6 +162,8 @@ class Monitor:
     def end(self) -> None:
         """The launch is over."""
         self.launch = Launch()
+        if not self.remembers:
+            self.shadows.clear()
 
     def set_program(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         """Another program of the grid starts."""

@@ -23,7 +23,9 @@ class Memory:
 
     def __init__(self, real: Any) -> None:
         self.real = real
-        self.stack = [Monitor(races=False, uninitialised=False)]  # the first is the guard outside `monitored()`
+        self.stack = [
+            Monitor(races=False, uninitialised=False, remembers=False)
+        ]  # the first is the guard outside `monitored()`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 NOBODY, SEVERAL = -1, -2
 """Instead of a program's number in `Shadow.writer`, `reader` and `atomic`."""
@@ -44,11 +44,21 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def memory_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Array:
-    """The storage's own bytes as a flat numpy array of `dtype`, a view."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    whole = raw.size // dtype.itemsize * dtype.itemsize
-    view: Array = raw[:whole].view(numpy_dtype(dtype))
+    """The storage's own bytes as a flat numpy array of `dtype`, a view that does not keep the storage alive.
+
+    Not by `Tensor.numpy`, which would forbid the program under test to resize the storage.
+    """
+    count = storage.nbytes() // dtype.itemsize
+    if not count:
+        return np.empty(0, numpy_dtype(dtype))
+    raw: Any = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(storage.data_ptr())
+    view: Array = np.frombuffer(raw, np.uint8).view(numpy_dtype(dtype))
     return view
+
+
+def key_of(tensor: Tensor) -> int:
+    """What identifies the tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def flat(values: Array, tensor: Tensor) -> Tensor:
@@ -63,13 +73,14 @@ class Shadow:
     they are made when something is first written, since memory that is only read can have no race: reads are logged until then.
     """
 
-    def __init__(self, tensor: Tensor, initialised: Array | None = None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.item = tensor.element_size()
         self.memory = memory_of(storage, tensor.dtype)
         self.dtype = tensor.dtype
-        self.ref = StorageWeakRef(storage)
-        self.initialised = initialised
+        self.storage = storage  # kept alive: while the monitor lives, nothing else gets its address
+        self.place = storage.data_ptr(), storage.nbytes()
+        self.initialised: Array | None = None
         self.poison: bytes | None = None
         self.values: Array | None = None  # exact mode: the unrounded float64 values
         self.lost = ""  # exact mode: the operation after which `values` are no longer exact
@@ -80,9 +91,9 @@ class Shadow:
         self.atomic: Array | None = None
 
     @property
-    def expired(self) -> bool:
-        """Whether the storage is gone, so that its address may belong to another one."""
-        return bool(self.ref.expired())
+    def moved(self) -> bool:
+        """Whether the storage was resized, so that its memory lies elsewhere."""
+        return self.place != (self.storage.data_ptr(), self.storage.nbytes())
 
     def begin_launch(self) -> None:
         """Forget which program touched what: launches are ordered."""
@@ -124,12 +135,16 @@ class Shadow:
 
     def regrouped(self, tensor: Tensor) -> Shadow:
         """The shadow of the same storage seen with another element size: an element is initialised when all its bytes are."""
+        other = Shadow(tensor)
+        if self.values is not None:
+            other.lost = "seen with another dtype"
         if self.initialised is None:
-            return Shadow(tensor)
+            return other
         item = tensor.element_size()
         in_bytes = np.repeat(self.initialised, self.item)
         whole: Array = in_bytes[: in_bytes.size // item * item].reshape(-1, item)
-        return Shadow(tensor, np.logical_and.reduce(whole, axis=1))
+        other.initialised = np.logical_and.reduce(whole, axis=1)
+        return other
 
 
 def enter(owner: Array, elements: Array, program: int) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .interpreter_fast_ops import forget_constants
 from .interpreter_patches import Patches
 from .monitor import Monitor
-from .monitor_state import flat
+from .monitor_state import flat, key_of
 from .monitor_torch import light, name_of, written_arguments
 
 _FLOATS = frozenset({"fp16", "bf16", "fp32", "fp64"})
@@ -151,9 +151,9 @@ class ShadowMode(TorchDispatchMode):
         return True
 
     def _keep(self, results: list[Tensor], again: list[Tensor], written: list[Tensor]) -> None:
-        places = {t.untyped_storage().data_ptr() for t in written}
+        places = {key_of(t) for t in written}
         for tensor, twin in zip(results, again, strict=True):
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in places:
+            if tensor.numel() and key_of(tensor) not in places:
                 flat(self.monitor.shadow_of(tensor).unrounded(), tensor).copy_(twin)
 
 

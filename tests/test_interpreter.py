@@ -105,14 +105,14 @@ for name, F in (("float32", tl.float32), ("float16", tl.float16)):
     dtype = getattr(torch, name)
     def random(*shape):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    o = torch.zeros(272, dtype=dtype)
+    o = torch.zeros(640 + 256)
     memory.arithmetic[(1,)](random(16, 8), random(16).abs() + 0.5, o, F)
     out[f"{name}-arithmetic"] = o
     for causal in (False, True):
-        q, k, v, do = (random(1, 2, n, 24) for n in (33, 50, 50, 33))
+        q, k, v, do = (random(1, 1, n, 8) for n in (17, 20, 20, 17))
         o, lse = attention.forward(q, k, v, causal)
         out[f"{name}-{causal}-o"] = o
-        out[f"{name}-{causal}-lse"] = lse[:, :33].clone()
+        out[f"{name}-{causal}-lse"] = lse[:, :17].clone()
         for i, g in enumerate(attention.backward(q, k, v, o, lse, do, causal)):
             out[f"{name}-{causal}-{i}"] = g
 numpy.savez(sys.argv[3], **{k: t.numpy() for k, t in out.items()})

@@ -201,6 +201,12 @@ def test_programs_run_in_the_order_that_was_asked_for(kernels):
     assert (b[None].item(), b["reverse"].item()) == (1, 0)
 
 
+def test_a_read_between_the_writes_of_others_races_with_the_later_one(kernels):
+    with interpreter.monitored() as m:
+        kernels.read_between_writes[(3,)](torch.zeros(2), torch.zeros(1))
+    assert kinds(m) == {("race-store-after-read", "A")}
+
+
 def test_overlapping_arguments_of_one_storage_race(kernels):
     t = torch.zeros(64)
     with interpreter.monitored() as m:
@@ -235,6 +241,18 @@ def test_what_torch_writes_is_initialised(kernels):
         kernels.copy[(2,)](b, torch.empty(32), 32, 1, 16, True, True)
     assert kinds(m) == {("uninitialised-load", "A")}
     assert m.violations[0].program == (1, 0, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_an_output_that_torch_wrote_is_not_unwritten():
+    with interpreter.monitored() as m:
+        a, b, c = torch.empty(4), torch.empty(4), torch.empty(4)
+        a.fill_(1.0)
+        b[:3] = 1.0
+        torch.add(a, a, out=c)
+    assert m.unwritten(a) is None
+    assert m.unwritten(c) is None
+    assert m.unwritten(b).tolist() == [False, False, False, True]
 
 
 def test_what_numpy_writes_is_initialised(kernels):
@@ -294,6 +312,24 @@ def test_a_hash_that_wraps_before_it_becomes_an_index_is_not_reported(kernels):
     with interpreter.monitored() as m:
         kernels.hashed_index[(1,)](random(8), torch.empty(8), 2**30 + 77)
     assert not m.violations
+
+
+def test_a_resized_storage_is_followed(kernels):
+    a = torch.arange(16.0)
+    with interpreter.monitored() as m:
+        c = torch.empty(16)
+        kernels.copy[(1,)](a, c, 16, 1, 16, True, True)
+        c.resize_(4096)
+        c.zero_()
+        kernels.copy[(256,)](torch.ones(4096), c, 4096, 1, 16, True, True)
+    assert not m.violations
+    assert c.eq(1).all()
+
+
+def test_the_guard_keeps_no_tensor_alive(kernels):
+    a, c = torch.zeros(16), torch.empty(16)
+    kernels.copy[(1,)](a, c, 16, 1, 16, True, True)
+    assert not interpreter.guard().shadows
 
 
 def test_empty_tensors_and_grids_are_clean(kernels):

@@ -149,11 +149,20 @@ def test_random_numbers_are_exactly_what_was_drawn(attention):
     assert distance(m, dropped, m.value(o)[0] * kept) == 0.0
 
 
+@pytest.mark.usefixtures("attention")
 def test_a_tensor_nobody_calculated_is_not_called_exact():
     with interpreter.exact() as m:
         pass
     assert m.value(torch.ones(2))[1] is False
-    interpreter.disable()
+
+
+def test_a_look_at_the_bits_loses_exactness(attention):
+    q, k, v = (random(1, 1, 16, 16, dtype=torch.bfloat16) for _ in range(3))
+    with interpreter.exact() as m:
+        o, _ = attention.forward(q, k, v)
+        m.window(o.view(torch.int16))  # as a kernel's argument
+        m.window(o)
+    assert not m.value(o)[1]
 
 
 def test_a_gradient_accumulated_from_two_uses_is_exact(attention):
