@@ -232,11 +232,21 @@ class _Seed(torch.autograd.Function):
         return None, *ctx.grads
 
 
+def _zero(name: str, leaf: Tensor, heads: _Heads) -> Tensor:
+    """The gradient of an input that the output does not depend on, which autograd may leave out."""
+    zero = torch.zeros_like(leaf)
+    return zero if name == "bias" else heads(zero)
+
+
 def _backward(
     result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None
 ) -> None:
     """Add the gradients of the leaves that require one."""
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    empty = not inputs.case.B * inputs.case.Lq * inputs.case.Lk
+    if o.grad_fn is None and empty:  # a loop over no keys touches no input; nothing depends on any
+        result.outputs |= {f"d{n}": _zero(n, x, heads) for n, x in wanted.items()}
+        return
     if o.grad_fn is None:
         result.findings.append(
             Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant")
@@ -250,6 +260,9 @@ def _backward(
     seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
+        if grad is None and empty:
+            result.outputs[f"d{name}"] = _zero(name, leaf, heads)
+            continue
         wrong = form_of_gradient(f"d{name}", grad, leaf)
         result.findings += wrong
         if grad is not None and not wrong:

@@ -73,8 +73,10 @@ def judge(
     found = [f for f in execution.findings if _counts(f, contract)]
     report = None
     if execution.status == "ok":
-        inputs = inputs or build(case)
-        report = _judge_outputs(inputs, execution, contract, dropout_known, found)
+        try:
+            report = _judge_outputs(inputs or build(case), execution, contract, dropout_known, found)
+        except ArithmeticError as e:  # ours: no code of the target runs here
+            return Verdict(case, "infrastructure", execution=replace(execution, message=f"{e}: {case.key}"))
     else:
         found = [*_endings(case, execution, region), *found]
     failed = any(f.severity == "fail" for f in found)

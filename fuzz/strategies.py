@@ -118,8 +118,7 @@ def cases(
         raise ValueError(f"dtypes must lie inside the region ({', '.join(region.dtypes)}), got {outside[0]!r}")
     wanted = _known("masks", masks, MASKS, MASKS)
     narrowed = replace(region, dtypes=dtypes, masks=tuple(m for m in region.masks if m in wanted))
-    menu = menu_of(narrowed, min(region.max_len, 300 if max_len is None else max_len), chosen)
-    return _decoded(menu)
+    return _decoded(menu_of(narrowed, min(region.max_len, 300 if max_len is None else max_len), chosen))
 
 
 @st.composite
@@ -197,13 +196,9 @@ def decode(menu: Menu, data: bytes) -> Case:
     fields |= _mask(at, fields)
     fields |= _bias(at)
     fields |= _backward(at, fields)
-    byte = gate(45, at.bytes["layout_mask"])
-    if (
-        byte is not None
-        and "layouts" in menu.features
-        and (fields["bias"] or fields.get("mask_form", "flags") != "flags")
-    ):
-        fields["layout_mask"] = pick(ladders.MASK_LAYOUTS, byte)
+    if "layouts" in menu.features and (fields["bias"] or "mask" in fields):
+        byte = gate(35, at.bytes["layout_mask"])
+        fields["layout_mask"] = LAYOUTS[0] if byte is None else pick(ladders.MASK_LAYOUTS, byte)
     if (byte := at.on("sequence")) is not None:
         fields["sequence"] = pick(_sequences(menu, fields), byte)
     return Case(**fields)

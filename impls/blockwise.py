@@ -19,8 +19,8 @@ from ..fuzz.region import Region
 from ..fuzz.tensors import dropout_keep
 from . import register
 
-BR, BC = 16, 16
-"""Default tile height and width: small, so that small cases take several tiles."""
+BR, BC = 64, 16
+"""Default tile height and width: narrow, so that small cases take several key tiles."""
 REGION = Region(dtypes=("float32", "float16", "bfloat16", "float64"), max_head_dim=1 << 30)
 
 
@@ -46,23 +46,23 @@ def blockwise(
     Scores are softcap * tanh(scale q.k / softcap), plus bias, then masked. Rows with no allowed key give 0 and lse -inf.
     """
     B, Hq, Lq, D = q.shape
-    keep = None if mask is None or mask == Full() else mask.dense(B, Hq, Lq, k.shape[2], q.device)
+    hidden = None if mask is None or mask == Full() else ~mask.dense(B, Hq, Lq, k.shape[2], q.device)
     scale = D**-0.5 if scale is None else scale
-    problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], keep, scale, softcap, dropout, dropout_seed, Br, Bc)
+    problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], hidden, scale, softcap, dropout, dropout_seed, Br, Bc)
     o, lse = _Blockwise.apply(q, k, v, bias, problem)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, mask and numbers that every tile needs; `keep` and the bias have size 1 on axes they do not depend on."""
+    """Sizes, mask and numbers that every tile needs; `hidden` and the bias have size 1 on axes they do not depend on."""
 
     B: int
     Hq: int
     Hkv: int
     Lq: int
     Lk: int
-    keep: Tensor | None
+    hidden: Tensor | None
     scale: float
     softcap: float
     dropout: float
@@ -80,21 +80,21 @@ class Problem:
 
     def skips(self, i: slice, j: slice) -> bool:
         """No query of the tile may see a key of the tile."""
-        return self.keep is not None and not bool(_part(self.keep, i, j).any())
+        return self.hidden is not None and bool(_part(self.hidden, i, j).all())
 
-    def drop(self, i: slice, j: slice, device: torch.device) -> Tensor:
-        """What dropout multiplies the tile's probabilities by: 0 or 1/(1 - dropout)."""
+    def drop(self, i: slice, j: slice, like: Tensor) -> Tensor:
+        """What dropout multiplies the tile's probabilities by, grouped like them: 0 or 1/(1 - dropout)."""
         sizes = (self.B, self.Hq, i.stop - i.start, j.stop - j.start)
-        keep = dropout_keep(self.seed, *sizes, self.dropout, device, first=(0, 0, i.start, j.start))
-        return keep.double() / (1 - self.dropout)
+        keep = dropout_keep(self.seed, *sizes, self.dropout, like.device, first=(0, 0, i.start, j.start))
+        return self.grouped(keep.to(like.dtype) / (1 - self.dropout))
 
     def grouped(self, x: Tensor) -> Tensor:
-        """(B, Hq, L, n) as (B, Hkv, G L, n): the query heads of a key head under one another, so nothing is repeated."""
-        return x.reshape(self.B, self.Hkv, self.Hq // self.Hkv * x.shape[2], x.shape[3])
+        """(B, Hq, L, n) as (B Hkv, G L, n): the query heads of a key head under one another, so that nothing is repeated."""
+        return x.reshape(self.B * self.Hkv, self.Hq // self.Hkv * x.shape[2], x.shape[3])
 
-    def ungrouped(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
         """The inverse of `grouped`."""
-        return x.view(self.B, self.Hq, x.shape[2] * self.Hkv // self.Hq, x.shape[3])
+        return x.view(self.B, self.Hq, x.shape[1] * self.Hkv // self.Hq, x.shape[2])
 
 
 def _part(x: Tensor, i: slice, j: slice) -> Tensor:
@@ -107,6 +107,20 @@ def _wide(x: Tensor) -> Tensor:
     return x.double() if x.dtype == torch.float64 else x.float()
 
 
+class Keys(NamedTuple):
+    """A key tile: its columns, k (B Hkv, Bc, D) and v (B Hkv, Bc, Dv)."""
+
+    j: slice
+    k: Tensor
+    v: Tensor
+
+
+def _keys(p: Problem, k: Tensor, v: Tensor) -> list[Keys]:
+    """Every key tile."""
+    wk, wv = _wide(k).flatten(0, 1), _wide(v).flatten(0, 1)
+    return [Keys(j, wk[:, j], wv[:, j]) for j in p.key_tiles()]
+
+
 class Scores(NamedTuple):
     """A tile's final scores (masked ones -inf) and tanh(scaled / softcap), None without softcap."""
 
@@ -115,55 +129,59 @@ class Scores(NamedTuple):
 
 
 def _scores(p: Problem, q: Tensor, k: Tensor, bias: Tensor | None, i: slice, j: slice) -> Scores:
-    """Scores of the tile from grouped queries q (B, Hkv, G Br, D) and keys k (B, Hkv, Bc, D)."""
-    s = p.ungrouped(q @ k.transpose(-1, -2)) * p.scale
+    """Scores of the tile from grouped queries q (B Hkv, G Br, D) and keys k (B Hkv, Bc, D)."""
+    s = torch.bmm(q, k.mT) * p.scale
     tanh = None
     if p.softcap:
         tanh = torch.tanh(s / p.softcap)
         s = p.softcap * tanh
+    if bias is None and p.hidden is None:
+        return Scores(s, tanh)
+    s = p.heads(s)
     if bias is not None:
         s = s + _part(bias, i, j)
-    if p.keep is not None:
-        s = s.masked_fill(~_part(p.keep, i, j), -math.inf)
-    return Scores(s, tanh)
+    if p.hidden is not None:
+        s = s.masked_fill(_part(p.hidden, i, j), -math.inf)
+    return Scores(p.grouped(s), tanh)
 
 
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(o, lse): for each query tile, one pass over the key tiles with a running maximum m and sum l (algorithm 2)."""
+    wq, wbias, keys = _wide(q), None if bias is None else _wide(bias), _keys(p, k, v)
     o = q.new_empty(p.B, p.Hq, p.Lq, v.shape[3])
-    wq, wk, wv, wbias = _wide(q), _wide(k), _wide(v), None if bias is None else _wide(bias)
     lse = wq.new_empty(p.B, p.Hq, p.Lq)
     for i in p.query_tiles():
         qi = p.grouped(wq[:, :, i])
-        m = wq.new_full((p.B, p.Hq, i.stop - i.start, 1), -math.inf)
+        m = wq.new_full((*qi.shape[:2], 1), -math.inf)
         l = torch.zeros_like(m)
-        acc = torch.zeros_like(m).expand(-1, -1, -1, v.shape[3])
-        for j in p.key_tiles():
+        acc = wq.new_zeros(*qi.shape[:2], v.shape[3])
+        for j, kj, vj in keys:
             if p.skips(i, j):
                 continue
-            s = _scores(p, qi, wk[:, :, j], wbias, i, j).s
+            s = _scores(p, qi, kj, wbias, i, j).s
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)  # exp(-inf - -inf) is nan
             prob = torch.exp(s - m_safe)
             decay = torch.exp(m - m_safe)
             l = l * decay + prob.sum(-1, keepdim=True)
             if p.dropout:
-                prob = prob * p.drop(i, j, q.device).to(prob.dtype)
-            acc = acc * decay + p.ungrouped(p.grouped(_wide(prob.to(q.dtype))) @ wv[:, :, j])
+                prob = prob * p.drop(i, j, prob)
+            acc = torch.baddbmm(acc * decay, _wide(prob.to(q.dtype)), vj)
             m = m_new
-        o[:, :, i] = acc / l.masked_fill(l == 0, 1.0)
-        lse[:, :, i] = (m + torch.log(l)).squeeze(-1)
+        o[:, :, i] = p.heads(acc / l.masked_fill(l == 0, 1.0))
+        lse[:, :, i] = p.heads(m + torch.log(l)).squeeze(-1)
     return o, lse
 
 
 class Rows(NamedTuple):
-    """What the backward pass keeps of a query tile: grouped q and do, and per row lse (0 in dead rows) and delta."""
+    """What the backward pass keeps of a query tile, grouped: q, do, and per row lse (0 in dead rows) and delta; and dq."""
 
     i: slice
     q: Tensor
     do: Tensor
     lse: Tensor
     delta: Tensor
+    dq: Tensor
 
 
 def _rows(p: Problem, q: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> list[Rows]:
@@ -173,62 +191,49 @@ def _rows(p: Problem, q: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tenso
     if dlse is not None:
         delta = delta - dlse.unsqueeze(-1)
     safe = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
-    return [
-        Rows(i, p.grouped(wq[:, :, i]), p.grouped(wdo[:, :, i]), safe[:, :, i], delta[:, :, i]) for i in p.query_tiles()
-    ]
+    whole = (wq, wdo, safe, delta, torch.zeros_like(wq))
+    return [Rows(i, *(p.grouped(x[:, :, i]) for x in whole)) for i in p.query_tiles()]
 
 
 def backward(
-    p: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dbias): for each key tile, one pass over the query tiles (algorithm 4); accumulators stay wide."""
-    wk, wv, wbias = _wide(k), _wide(v), None if bias is None else _wide(bias)
+    wbias = None if bias is None else _wide(bias)
     rows = _rows(p, q, o, lse, do, dlse)
-    dq = [torch.zeros_like(r.q) for r in rows]
-    dk, dv = (
-        torch.empty_like(k, memory_format=torch.contiguous_format),
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-    )
-    dbias = None if wbias is None else torch.zeros_like(wbias, memory_format=torch.contiguous_format)
-    for j in p.key_tiles():
-        kj, vj = wk[:, :, j], wv[:, :, j]
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    dbias = None if wbias is None else wbias.new_zeros(wbias.shape)
+    for j, kj, vj in _keys(p, k, v):
         dkj, dvj = torch.zeros_like(kj), torch.zeros_like(vj)
-        for n, r in enumerate(rows):
+        for r in rows:
             if p.skips(r.i, j):
                 continue
             s, tanh = _scores(p, r.q, kj, wbias, r.i, j)
             prob = torch.exp(s - r.lse)
-            dprob = p.ungrouped(r.do @ vj.transpose(-1, -2))
+            dprob = torch.bmm(r.do, vj.mT)
             dropped = prob
             if p.dropout:
-                drop = p.drop(r.i, j, q.device).to(prob.dtype)
+                drop = p.drop(r.i, j, prob)
                 dropped, dprob = prob * drop, dprob * drop
-            dvj += p.grouped(_wide(dropped.to(q.dtype))).transpose(-1, -2) @ r.do
+            dvj.baddbmm_(_wide(dropped.to(q.dtype)).mT, r.do)
             ds = prob * (dprob - r.delta)
             if dbias is not None:
-                _part(dbias, r.i, j).add_(ds.sum_to_size(_part(dbias, r.i, j).shape))
+                part = _part(dbias, r.i, j)
+                part += p.heads(ds).sum_to_size(part.shape)
             if tanh is not None:
                 ds = ds * (1 - tanh * tanh)
-            ds = p.grouped(_wide(ds.to(q.dtype)))
-            dq[n] += ds @ kj
-            dkj += ds.transpose(-1, -2) @ r.q
-        dk[:, :, j], dv[:, :, j] = dkj * p.scale, dvj
-    return _join(p, q, dq), dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
+            ds = _wide(ds.to(q.dtype))
+            r.dq.baddbmm_(ds, kj)
+            dkj.baddbmm_(ds.mT, r.q)
+        dk[:, :, j], dv[:, :, j] = (dkj * p.scale).view(k[:, :, j].shape), dvj.view(v[:, :, j].shape)
+    return _join(p, q, rows), dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
 
 
-def _join(p: Problem, q: Tensor, tiles: list[Tensor]) -> Tensor:
+def _join(p: Problem, q: Tensor, rows: list[Rows]) -> Tensor:
     """dq from the grouped accumulators of its query tiles."""
-    if not tiles:
+    if not rows:
         return torch.zeros_like(q)
-    return (torch.cat([p.ungrouped(t) for t in tiles], 2) * p.scale).to(q.dtype)
+    return (torch.cat([p.heads(r.dq) for r in rows], 2) * p.scale).to(q.dtype)
 
 
 class _Blockwise(torch.autograd.Function):

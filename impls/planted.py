@@ -69,12 +69,12 @@ BLOCKWISE = (
         "blockwise",
         (
             (
-                "x.reshape(self.B, self.Hkv, self.Hq // self.Hkv * x.shape[2], x.shape[3])",
-                "x.unflatten(1, (self.Hq // self.Hkv, self.Hkv)).transpose(1, 2).flatten(2, 3)",
+                "x.reshape(self.B * self.Hkv, self.Hq // self.Hkv * x.shape[2], x.shape[3])",
+                "x.unflatten(1, (self.Hq // self.Hkv, self.Hkv)).transpose(1, 2).flatten(2, 3).flatten(0, 1)",
             ),
             (
-                "x.view(self.B, self.Hq, x.shape[2] * self.Hkv // self.Hq, x.shape[3])",
-                "x.unflatten(2, (self.Hq // self.Hkv, -1)).transpose(1, 2).flatten(1, 2)",
+                "x.view(self.B, self.Hq, x.shape[1] * self.Hkv // self.Hq, x.shape[2])",
+                "x.unflatten(1, (self.Hq // self.Hkv, -1)).unflatten(0, (self.B, self.Hkv)).transpose(1, 2).flatten(1, 2)",
             ),
         ),
         "value", "o", FORWARD.but(Hq=4, Hkv=2),
@@ -122,7 +122,7 @@ BLOCKWISE = (
         "dK of the last key tile is not multiplied by the scale when there is more than one",
         "an epilogue written twice, for full tiles and for the tail",
         "blockwise",
-        (("dkj * p.scale, dvj", "dkj * (1.0 if 0 < j.start and j.stop == p.Lk else p.scale), dvj"),),
+        (("(dkj * p.scale)", "(dkj * (1.0 if 0 < j.start and j.stop == p.Lk else p.scale))"),),
         "value", "dk", Case(Lk=17, D=2, requires_grad="k"),
     ),
     Planted(
@@ -133,7 +133,7 @@ BLOCKWISE = (
         (
             ("from dataclasses import dataclass\n", "from dataclasses import dataclass, replace\n"),
             ("qi = p.grouped(wq[:, :, i])\n", "qi = p.grouped(wq[:, :, i].mul_(p.scale))\n"),
-            ("s = _scores(p, qi, wk[:, :, j], wbias, i, j).s", "s = _scores(replace(p, scale=1.0), qi, wk[:, :, j], wbias, i, j).s"),
+            ("s = _scores(p, qi, kj, wbias, i, j).s", "s = _scores(replace(p, scale=1.0), qi, kj, wbias, i, j).s"),
         ),
         "purity", "q", FORWARD.but(D=2),
     ),
@@ -150,7 +150,7 @@ BLOCKWISE = (
         "the running maximum starts at 0, so the weights of a row whose scores are all far below it underflow",
         "finite stand-ins for -inf as the first maximum",
         "blockwise",
-        (("i.stop - i.start, 1), -math.inf)", "i.stop - i.start, 1), 0.0)"),),
+        (("qi.shape[:2], 1), -math.inf)", "qi.shape[:2], 1), 0.0)"),),
         "value", "o", FORWARD.but(data="large"),
     ),
     Planted(

@@ -45,7 +45,8 @@ def judge_problem(
 ) -> ValueReport:
     """Judge what a target returned for a problem; keys of `outputs` among o, lse, dq, dk, dv, dbias, missing ones unjudged.
 
-    `generic` data (no ties or structure) is judged by the statistical tier as well.
+    `generic` data (no ties or structure) is judged by the statistical tier as well. ArithmeticError where the answer or a
+    limit is NaN, which is a fault of the oracle: nothing is said of the target then.
     """
     report = ValueReport()
     names = [n for n in TENSORS if outputs.get(n) is not None]
@@ -54,6 +55,7 @@ def judge_problem(
         r = Reference(clean)
         backward = any(n not in ("o", "lse") for n in names)
         allowed = limits(r, contract, backward=backward)
+        check_numbers(r, allowed)
         enough = generic and taint is None and max((outputs[n].numel() for n in names), default=0) >= FEWEST
         spread = sigmas(r, contract, backward=backward) if enough else {}
         judge = _Judge(r, contract, allowed, taint, report)
@@ -63,6 +65,14 @@ def judge_problem(
                 if name in spread:
                     judge.statistics(name, outputs[name], spread[name])
     return report
+
+
+def check_numbers(r: Reference, allowed: Limits) -> None:
+    """ArithmeticError that names a tensor whose answer or limit is NaN."""
+    for name, limit in allowed.b.items():
+        for what, x in (("answer", r.arrays[name]), ("limit", limit)):
+            if np.isnan(x).any():
+                raise ArithmeticError(f"the oracle's own {what} for {name} is NaN")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .contract import Contract
-from .elements import ValueReport, excess, judge_problem
+from .elements import ValueReport, check_numbers, excess, judge_problem
 from .exact import Array, Bools, Problem, Reference, doubles
 from .finding import Finding
 from .limits import Limits, limits
@@ -40,6 +40,7 @@ def judge_unknown_dropout(
         r, largest = Reference(clean), 1.0 / (1.0 - rate)
         bounds = envelope(clean, largest)
         allowed = limits(bounds, contract, backward=problem.do is not None, centred=False)
+        check_numbers(bounds, allowed)
         given: dict[str, Array] = {}
         for name, t in outputs.items():
             if name == "lse" or t is None or name not in bounds.arrays:

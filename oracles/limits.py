@@ -15,10 +15,10 @@ from .limits_forward import forward_limits
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of every element, in the outputs' shapes, and the elements without one.
+    """The limit of every element, in the outputs' shapes, never NaN, and the elements without one.
 
-    `loose`: where an intermediate that is allowed to be narrow may overflow, so that nothing is promised; tensors without
-    such elements are absent.
+    `loose`: where the limit is infinite, or an intermediate that is allowed to be narrow may overflow, so that nothing is
+    promised; tensors without such elements are absent.
     """
 
     b: dict[str, Array]

@@ -12,7 +12,7 @@ import numpy as np
 
 from .contract import MAX32, Contract
 from .exact import Array, Bools, Reference, any_of
-from .limits_forward import Forward, comb, inflate, softcap_range, summed
+from .limits_forward import UNKNOWN, Forward, comb, inflate, softcap_range, summed
 
 LOG_MAX32 = 88.0
 """exp of more than this may overflow float32."""
@@ -64,9 +64,8 @@ def backward_limits(r: Reference, c: Contract, f: Forward) -> tuple[dict[str, Ar
 def recomputed(r: Reference, c: Contract, f: Forward) -> Recomputed:
     """exp(s - lse): errors of the score, of lse, and of the subtraction."""
     s, common = np.abs(r.s), np.maximum(np.abs(r.m), r.alse)
-    E = f.scores + 2 * c.u * (s + common) + (f.lse + (c.exp_u + 3 * c.u))
-    if c.constant_u:
-        E = E + c.constant_u * (s + common)
+    E = f.scores + (2 * c.u + c.constant_u) * s + (2 * c.u + c.constant_u) * common + (f.lse + (c.exp_u + 3 * c.u))
+    E = np.minimum(E, UNKNOWN)
     up, off = inflate(r.p, r.lp, E)
     overflow = (r.lp + E >= LOG_MAX32) if E.max(initial=0.0) >= LOG_MAX32 else None
     if r.z is None:

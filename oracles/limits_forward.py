@@ -16,6 +16,8 @@ from .exact import Array, Bools, Reference, any_of
 
 SAFE = 300.0
 """Log weights may be off by this much before exp could overflow float64 in the direct formula."""
+UNKNOWN = 1e300
+"""A log weight that is off by more may be anything; finite, so that differences of two of them are numbers."""
 
 
 def comb(*units: float | Array) -> float | Array:
@@ -139,9 +141,10 @@ def log_weight_errors(r: Reference, c: Contract, scores: Array, T: Array) -> Arr
     """
     s, m = np.abs(r.s), np.abs(r.m)
     gap = np.maximum(r.m - r.s, 0.0)
-    rounding = 2 * c.u * (s + np.maximum(s, m)) + 3 * c.u * gap
-    constants = c.constant_u * (s + m) if c.constant_u else 0.0
-    return cast(Array, scores + rounding + constants + ((1 + T) * c.exp_u + 5 * c.u * c.rescale_slack))
+    rounding = 2 * c.u * s + 2 * c.u * np.maximum(s, m) + 3 * c.u * gap
+    constants = c.constant_u * s + c.constant_u * m if c.constant_u else 0.0
+    E = scores + rounding + constants + ((1 + T) * c.exp_u + 5 * c.u * c.rescale_slack)
+    return cast(Array, np.minimum(E, UNKNOWN))
 
 
 def output_limit(r: Reference, c: Contract, w: Weights, T: Array, normaliser: float | Array, centred: bool) -> Array:

@@ -261,6 +261,14 @@ def test_form_of_the_answer_is_checked(name: str, case: Case, finding: str) -> N
     assert str(answer(recognise(fn), fn, build(case)).findings[0]) == finding
 
 
+@pytest.mark.parametrize("case", [Case(Lk=0), Case(Lq=0, Lk=3), Case(B=0, Lq=2, Lk=3)])
+def test_gradients_that_autograd_leaves_out_of_an_empty_problem_are_zero(case: Case) -> None:
+    fn = load(f"{FAULTY}:detached").call
+    got = answer(recognise(fn), fn, build(case))
+    assert got.findings == []
+    assert all(not got.outputs[f"d{n}"].any() and got.outputs[f"d{n}"].shape == getattr(build(case), n).shape for n in "qkv")
+
+
 def test_right_answers_have_no_findings() -> None:
     for fn in RIGHT.values():
         assert answer(recognise(fn), fn, build(SMALL)).findings == []

@@ -135,12 +135,12 @@ def test_a_constant_keeps_the_sign_of_zero(kernels):
 
 
 def test_constants_of_the_exact_mode_do_not_leak_out(kernels):
-    c = torch.ones(1)
+    a = random(256)
     with interpreter.exact():
-        kernels.add_tenth[(1,)](c)
-    c.fill_(1.0)
-    kernels.add_tenth[(1,)](c)
-    assert c.item() == (torch.ones(1) + 0.1).item()
+        kernels.add_tenth[(1,)](a.clone(), 256)
+    c = a.clone()
+    kernels.add_tenth[(1,)](c, 256)
+    assert torch.equal(c, a + torch.tensor(0.1))  # 0.1 of float32
 
 
 def test_the_monitor_does_not_load_the_compiler():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ from flashproof.fuzz.judge import Judge, Verdict, exact_contract, judge, one_in
 from flashproof.fuzz.masks import Causal
 from flashproof.fuzz.region import Region
 from flashproof.impls.loading import load
+from flashproof.oracles import elements
 from flashproof.oracles.contract import contract_for
 from flashproof.oracles.finding import Finding
+from flashproof.oracles.limits import Limits
 
 TARGETS = Path(__file__).parent / "targets"
 CASE = Case(B=2, Hq=2, Hkv=2, Lq=3, Lk=5, D=4, Dv=2)
@@ -27,6 +30,14 @@ def faulty(name: str, **how: Any) -> Judge:
 
 def ending(status: str, message: str, region: Region | None = None) -> Verdict:
     return judge(CASE, Execution(status, message=message), IEEE, region)
+
+
+def test_an_oracle_that_computes_nan_says_nothing_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "limits", lambda r, c, backward: Limits({"o": np.full(r.o.shape, np.nan)}, {}))
+    verdict = Judge(Runner("textbook")).check(CASE)
+    assert (verdict.status, verdict.findings) == ("infrastructure", ())
+    assert verdict.execution is not None
+    assert verdict.execution.message.startswith("the oracle's own limit for o is NaN")
 
 
 @pytest.mark.parametrize("target", ["textbook", *(f"{TARGETS}/right.py:{n}" for n in ("sdpa", "flash", "native"))])

@@ -13,11 +13,17 @@ from torch import Tensor
 from flashproof.ci.calibrate import Tally, campaign
 from flashproof.ci.controls import CONTROLS, count
 from flashproof.ci.draw import DTYPES, Drawn, draw
+from flashproof.fuzz.case import Case
+from flashproof.fuzz.masks import BlockSparse, Padding
+from flashproof.fuzz.region import Region
+from flashproof.fuzz.strategies import CHOICES, FEATURES, decode, menu_of
+from flashproof.fuzz.tensors import build
 from flashproof.impls.emulation import Arithmetic, run
 from flashproof.oracles.contract import Contract, contract_for
 from flashproof.oracles.elements import ValueReport, judge_problem
 from flashproof.oracles.exact import Problem, Reference
 from flashproof.oracles.limits import limits
+from flashproof.oracles.taint import separate
 
 
 def normal(
@@ -54,6 +60,39 @@ def test_limits_are_zero_where_nothing_contributes() -> None:
     assert not b["dq"][:, :, 3].any()
     assert not b["dk"][:, :, 7].any()
     assert not b["dv"][:, :, 7].any()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_no_limit_is_nan_or_negative(dtype: str) -> None:
+    menu = menu_of(Region(dtypes=(dtype,)), 64, FEATURES)
+    drawn = np.random.default_rng(7).integers(0, 256, (250, len(CHOICES)), dtype=np.uint8)
+    contracts = [contract_for(spec, dtype) for spec in ("", "lowp")] + [Contract.exact()]
+    for row in drawn:
+        case = decode(menu, row.tobytes())
+        clean, _ = separate(Problem.of(build(case)), contracts[0])
+        r = Reference(clean)
+        for contract in contracts:
+            for name, limit in limits(r, contract).b.items():
+                assert (limit >= 0).all(), (case, contract.spec, name)
+
+
+def test_a_mask_filled_with_the_lowest_float64_keeps_o_within_the_range_of_v() -> None:
+    case = Case(dtype="float64", D=1, Dv=2, mask=Padding((0,)), mask_form="additive", mask_fill="min")
+    p = Problem.of(build(case))
+    b = limits(Reference(p), contract_for("", "float64")).b
+    assert (b["o"] <= 2.1 * p.v.abs().numpy()).all()
+    assert not rejected(p, {"o": p.v})
+    assert rejected(p, {"o": 4 * p.v}) == {"o"}
+
+
+def test_where_a_limit_is_infinite_nothing_is_promised() -> None:
+    lowest = BlockSparse(1, 1, 90, 4)
+    case = Case(Lq=7, Lk=28, D=32, Dv=32, dtype="float64", mask=lowest, mask_form="additive", mask_fill="min",
+                mask_axes="hq", bias="negative", bias_axes="bhq", data="sparse_int", requires_grad="qkvb")  # fmt: skip
+    allowed = limits(Reference(Problem.of(build(case))), contract_for("", "float64"))
+    unlimited = np.isinf(allowed.b["dq"])
+    assert unlimited.any()
+    assert allowed.loose["dq"][unlimited].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -204,8 +204,9 @@ def zeros(C, zero: tl.constexpr):
 
 
 @triton.jit
-def add_tenth(C):
-    tl.store(C, tl.load(C) + 0.1)
+def add_tenth(C, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(C + i, tl.load(C + i) + 0.1)
 
 
 @triton.jit
