@@ -89,6 +89,9 @@ def kinds() -> tuple[Kind, ...]:
         _flag("bias", "bias", lambda c: bool(c.bias)),
         _flag("gradient of the bias", "bias_grad", lambda c: "b" in c.requires_grad, needs=("bias", "backward")),
         _flag("scale", "scale", lambda c: c.scale is not None),
+        _flag(
+            "scale of 0 or below", "negative_scale", lambda c: c.scale is not None and c.scale <= 0, needs=("scale",)
+        ),
         _flag("softcap", "softcap", lambda c: c.softcap > 0),
         _flag("dropout", "dropout", lambda c: c.dropout > 0),
         _flag("gradient through lse", "lse_grad", lambda c: c.lse_grad, needs=("lse", "backward")),

@@ -38,6 +38,7 @@ class Region:
     bias: bool = True
     bias_grad: bool = True
     scale: bool = True
+    negative_scale: bool = True  # 0 included
     softcap: bool = True
     dropout: bool = True
     lse: bool = True
@@ -69,6 +70,7 @@ def _limits(r: Region, c: Case) -> tuple[tuple[str, bool], ...]:
         ("bias", bool(c.bias) and not r.bias),
         ("gradient of the bias", "b" in c.requires_grad and not r.bias_grad),
         ("scale", c.scale is not None and not r.scale),
+        ("scale of 0 or below", c.scale is not None and c.scale <= 0 and not r.negative_scale),
         ("softcap", c.softcap > 0 and not r.softcap),
         ("dropout", c.dropout > 0 and not r.dropout),
         ("gradient through lse", c.lse_grad and not (r.lse_grad and r.lse)),

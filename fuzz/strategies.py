@@ -208,7 +208,7 @@ def _numbers(at: Choices) -> Fields:
     """Data regime, scale, softcap and dropout."""
     tables: dict[str, Sequence[Any]] = {
         "data": at.menu.data,
-        "scale": ladders.SCALES,
+        "scale": [s for s in ladders.SCALES if s > 0 or at.menu.region.negative_scale],
         "softcap": ladders.SOFTCAPS,
         "dropout": ladders.DROPOUTS,
     }

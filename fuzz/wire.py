@@ -65,7 +65,8 @@ def receive(fd: int, deadline: float | None = None) -> tuple[dict[str, Any], dic
 def _bytes(x: Tensor) -> memoryview:
     if not x.numel():
         return memoryview(b"")
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+    flat = x.as_strided((x.numel(),), (1,))  # one element is contiguous whatever its stride, which `view` minds
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _tensor(body: bytearray, dtype: torch.dtype, at: int, shape: list[int], count: int) -> Tensor:

@@ -27,6 +27,11 @@ def _sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Ten
     """scaled_dot_product_attention by one backend; NotImplementedError where that backend declines."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if not k.shape[2]:
+        raise NotImplementedError("without keys scaled_dot_product_attention answers q times 0")
+    causal, scale = keywords["is_causal"], keywords["scale"]
+    if backend == "FLASH_ATTENTION" and q.device.type == "cpu" and causal and scale is not None and scale <= 0:
+        raise NotImplementedError("is_causal with a scale of 0 or below gives nan in the flash backend on a CPU")
     q, k, v = (_rows(x) for x in (q, k, v))
     with sdpa_kernel(getattr(SDPBackend, backend)):
         try:
@@ -73,10 +78,15 @@ def _backend(
 
 
 sdpa_math = _backend("sdpa_math", "MATH", SDPA, "torch-cpu-math", ("cpu", "cuda"), "torch SDPA, math backend")
-CPU_FLASH = replace(SDPA, dv_differs=False, dropout=False, bias_grad=False, scale=False)
-"""`scale` is left out for a fault of torch 2.13: is_causal with a scale of 0 or below gives nan (-inf is multiplied by it)."""
+CPU_FLASH = replace(SDPA, dv_differs=False, dropout=False, bias_grad=False, negative_scale=False)
+"""No scale of 0 or below: with is_causal torch 2.13 answers nan there, as it multiplies scores that it has set to -inf by it."""
 sdpa_cpu_flash = _backend(
-    "sdpa_cpu_flash", "FLASH_ATTENTION", CPU_FLASH, "torch-cpu-flash,nonfinite=ignore", ("cpu",), "torch SDPA, flash backend on a CPU"
+    "sdpa_cpu_flash",
+    "FLASH_ATTENTION",
+    CPU_FLASH,
+    "torch-cpu-flash,nonfinite=ignore",
+    ("cpu",),
+    "torch SDPA, flash backend on a CPU",
 )
 
 

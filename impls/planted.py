@@ -217,7 +217,7 @@ TRITON = (
         "dK and dV read dO with the strides of a contiguous tensor",
         "gradients of a sum or of a transpose are not contiguous",
         "triton_flash",
-        (("do, do.stride(), lse, delta, dk", "do, o.stride(), lse, delta, dk"),),
+        (("do, *at[3], lse, delta, dk", "do, *o.stride(), lse, delta, dk"),),
         "memory", "DO", Case(Dv=2, layout_do="strided", requires_grad="v"),
     ),
     Planted(

@@ -9,14 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_scores import final_scores
+from .triton_scores import RUNTIME, final_scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def dq_kernel(
-    Q, q_strides, K, k_strides, V, v_strides, O, DO, do_strides, LSE, DLSE, DELTA, DQ, MASK, mask_strides, BIAS, bias_strides,
-    DBIAS, dbias_strides, scale, softcap, band_low, band_high, Hq, G, head_tiles, Lq, Lk, D, Dv,
+    Q, q0, q1, q2, q3, K, k0, k1, k2, k3, V, v0, v1, v2, v3, O, DO, g0, g1, g2, g3, LSE, DLSE, DELTA, DQ,
+    MASK, m0, m1, m2, m3, BIAS, a0, a1, a2, a3, DBIAS, e0, e1, e2, e3,
+    scale, softcap, band_low, band_high, Hq, G, head_tiles, Lq, Lk, D, Dv,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_DBIAS: tl.constexpr, BROADCAST_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -24,6 +26,18 @@ def dq_kernel(
 
     Grid: (query tiles, Hkv head_tiles, B).
     """
+    # 0. Strides: UNIT says that the last ones are 1, ALIGNED that the others are passed divided by 8.
+    if UNIT:
+        q3, k3, v3, g3 = 1, 1, 1, 1
+    if ALIGNED:
+        q0, q1, q2 = 8 * q0, 8 * q1, 8 * q2
+        k0, k1, k2 = 8 * k0, 8 * k1, 8 * k2
+        v0, v1, v2 = 8 * v0, 8 * v1, 8 * v2
+        g0, g1, g2 = 8 * g0, 8 * g1, 8 * g2
+    q_strides, k_strides, v_strides = (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3)
+    do_strides, mask_strides, bias_strides = (g0, g1, g2, g3), (m0, m1, m2, m3), (a0, a1, a2, a3)
+    dbias_strides = (e0, e1, e2, e3)
+
     # 1. Which rows of q, do, lse.
     i0, b = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
     hk = (tl.program_id(1) // head_tiles).to(tl.int64)
@@ -92,17 +106,30 @@ def dq_kernel(
     tl.store(DQ + line[:, None] * D + d[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=in_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def dkdv_kernel(
-    Q, q_strides, K, k_strides, V, v_strides, DO, do_strides, LSE, DELTA, DK, DV, MASK, mask_strides, BIAS, bias_strides,
+    Q, q0, q1, q2, q3, K, k0, k1, k2, k3, V, v0, v1, v2, v3, DO, g0, g1, g2, g3, LSE, DELTA, DK, DV,
+    MASK, m0, m1, m2, m3, BIAS, a0, a1, a2, a3,
     scale, softcap, band_low, band_high, Hkv, G, Lq, Lk, D, Dv,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Writes the key tile's rows of DK and DV (both contiguous), summed over the query heads of the group in float32.
 
     Grid: (key tiles, Hkv, B).
     """
+    # 0. Strides: UNIT says that the last ones are 1, ALIGNED that the others are passed divided by 8.
+    if UNIT:
+        q3, k3, v3, g3 = 1, 1, 1, 1
+    if ALIGNED:
+        q0, q1, q2 = 8 * q0, 8 * q1, 8 * q2
+        k0, k1, k2 = 8 * k0, 8 * k1, 8 * k2
+        v0, v1, v2 = 8 * v0, 8 * v1, 8 * v2
+        g0, g1, g2 = 8 * g0, 8 * g1, 8 * g2
+    q_strides, k_strides, v_strides = (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3)
+    do_strides, mask_strides, bias_strides = (g0, g1, g2, g3), (m0, m1, m2, m3), (a0, a1, a2, a3)
+
     # 1. Which rows of k and v. Tiles of scores are transposed: keys are rows.
     j0, hk, b = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     j, d, dv = j0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)

@@ -6,6 +6,7 @@ triton_forward and triton_backward, imported at the first call, so that listing 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,20 @@ def _strides(x: Tensor | None) -> tuple[int, int, int, int]:
     return b, h, i, j
 
 
+def _layout(*tensors: Tensor) -> tuple[list[tuple[int, ...]], dict[str, bool]]:
+    """Strides as the kernels take them, and what is known of all of them when a kernel is compiled.
+
+    UNIT: last strides are 1. ALIGNED: the others are multiples of 8 elements and passed divided by 8, from which the compiler
+    learns that rows begin at 16 bytes. The interpreter has no use for either.
+    """
+    strides = [x.stride() for x in tensors]
+    compiled = os.environ.get("TRITON_INTERPRET") != "1"
+    aligned = compiled and all(s % 8 == 0 for row in strides for s in row[:3])
+    if aligned:
+        strides = [(b // 8, h // 8, i // 8, d) for b, h, i, d in strides]
+    return list(strides), {"UNIT": compiled and all(row[3] == 1 for row in strides), "ALIGNED": aligned}
+
+
 def _power_of_2(n: int, low: int, high: int) -> int:
     """The smallest power of two that holds n, in [low, high]."""
     return min(high, max(low, 1 << max(n - 1, 0).bit_length()))
@@ -114,7 +129,8 @@ def _power_of_2(n: int, low: int, high: int) -> int:
 def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
     """Tile sizes, a function of shapes and dtype alone: BLOCK_N keys; BLOCK_M rows, which are ROWS queries of several heads.
 
-    A short query tile takes further query heads of its group, which read the same keys. The largest tile keeps two stages of
+    A short query tile takes further query heads of its group, which read the same keys. On a GPU only the largest tiles are
+    compiled. The largest tile keeps two stages of
     k and v, q and do, in the 99 KB of shared memory of consumer GPUs.
     """
     (_, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
@@ -122,11 +138,11 @@ def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
     largest = max(16, min(64, 64 * 128 // (width * (q.element_size() // 2))))
     rows = _power_of_2(Lq, 1, largest)
     heads = _power_of_2(Hq // Hkv, 1, largest // rows)
-    block_m = max(16, rows * heads)
+    block_m = largest if q.is_cuda else max(16, rows * heads)
     return {
         "ROWS": block_m // heads,
         "BLOCK_M": block_m,
-        "BLOCK_N": _power_of_2(Lk, 16, largest),
+        "BLOCK_N": _power_of_2(Lk, largest if q.is_cuda else 16, largest),
         "BLOCK_D": _power_of_2(D, 16, 256),
         "BLOCK_DV": _power_of_2(Dv, 16, 256),
     }
@@ -155,11 +171,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | No
     lse = q.new_empty(B, Hq, Lq, dtype=torch.float32)
     size = tiles(q, k, Dv)
     q_tiles, head_tiles = _query_tiles(size, Lq, Hq // Hkv)
+    at, layout = _layout(q, k, v)
     if lse.numel():
         forward_kernel[(q_tiles, Hkv * head_tiles, B)](
-            q, q.stride(), k, k.stride(), v, v.stride(), o, lse, problem.mask, _strides(problem.mask), bias, _strides(bias),
+            q, *at[0], k, *at[1], v, *at[2], o, lse, problem.mask, *_strides(problem.mask), bias, *_strides(bias),
             problem.scale, problem.softcap, problem.low, problem.high, Hq, Hq // Hkv, head_tiles, Lq, Lk, D, Dv,
-            **size, **_flags(problem, bias), num_warps=4, num_stages=2,
+            **size, **layout, **_flags(problem, bias), num_warps=4, num_stages=2,
         )  # fmt: skip
     return o, lse
 
@@ -183,18 +200,19 @@ def backward(
     size, flags = tiles(q, k, Dv), _flags(problem, bias)
     q_tiles, head_tiles = _query_tiles(size, Lq, Hq // Hkv)
     k_tiles = -(-Lk // size["BLOCK_N"])
-    mask = (problem.mask, _strides(problem.mask), bias, _strides(bias))
+    at, layout = _layout(q, k, v, do)
+    mask = (problem.mask, *_strides(problem.mask), bias, *_strides(bias))
     numbers = (problem.scale, problem.softcap, problem.low, problem.high)
     if lse.numel():
         dq_kernel[(q_tiles, Hkv * head_tiles, B)](
-            q, q.stride(), k, k.stride(), v, v.stride(), o, do, do.stride(), lse, dlse, delta, dq, *mask, dbias, _strides(dbias),
-            *numbers, Hq, Hq // Hkv, head_tiles, Lq, Lk, D, Dv, **size, **flags,
+            q, *at[0], k, *at[1], v, *at[2], o, do, *at[3], lse, dlse, delta, dq, *mask, dbias, *_strides(dbias),
+            *numbers, Hq, Hq // Hkv, head_tiles, Lq, Lk, D, Dv, **size, **layout, **flags,
             HAS_DLSE=dlse is not None, HAS_DBIAS=dbias is not None, BROADCAST_BIAS=broadcast, num_warps=4, num_stages=2,
         )  # fmt: skip
     if dk.numel():
         dkdv_kernel[(k_tiles, Hkv, B)](
-            q, q.stride(), k, k.stride(), v, v.stride(), do, do.stride(), lse, delta, dk, dv, *mask,
-            *numbers, Hkv, Hq // Hkv, Lq, Lk, D, Dv, **size, **flags, num_warps=4, num_stages=2,
+            q, *at[0], k, *at[1], v, *at[2], do, *at[3], lse, delta, dk, dv, *mask,
+            *numbers, Hkv, Hq // Hkv, Lq, Lk, D, Dv, **size, **layout, **flags, num_warps=4, num_stages=2,
         )  # fmt: skip
     return dq, dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
 

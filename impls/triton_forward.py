@@ -5,20 +5,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_scores import final_scores
+from .triton_scores import RUNTIME, final_scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
-    Q, q_strides, K, k_strides, V, v_strides, O, LSE, MASK, mask_strides, BIAS, bias_strides,
+    Q, q0, q1, q2, q3, K, k0, k1, k2, k3, V, v0, v1, v2, v3, O, LSE, MASK, m0, m1, m2, m3, BIAS, a0, a1, a2, a3,
     scale, softcap, band_low, band_high, Hq, G, head_tiles, Lq, Lk, D, Dv,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Writes the tile's rows of O (contiguous) and of LSE (natural logarithm, float32, contiguous).
 
     A tile is ROWS queries of BLOCK_M / ROWS query heads that share a key head. Grid: (query tiles, Hkv head_tiles, B).
     """
+    # 0. Strides: UNIT says that the last ones are 1, ALIGNED that the others are passed divided by 8.
+    if UNIT:
+        q3, k3, v3 = 1, 1, 1
+    if ALIGNED:
+        q0, q1, q2 = 8 * q0, 8 * q1, 8 * q2
+        k0, k1, k2 = 8 * k0, 8 * k1, 8 * k2
+        v0, v1, v2 = 8 * v0, 8 * v1, 8 * v2
+    q_strides, k_strides, v_strides = (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3)
+    mask_strides, bias_strides = (m0, m1, m2, m3), (a0, a1, a2, a3)
+
     # 1. Which rows. Offsets are 64-bit wherever a long sequence or a large batch could pass 2**31 elements.
     i0, b = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
     hk = (tl.program_id(1) // head_tiles).to(tl.int64)

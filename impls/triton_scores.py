@@ -5,6 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+RUNTIME = [
+    *(
+        f"{tensor}{axis}" for tensor in "qkvgmae" for axis in range(4)
+    ),  # strides: of q, k, v, do, mask, bias (a), dbias (e)
+    *("band_low", "band_high", "Hq", "Hkv", "G", "head_tiles", "Lq", "Lk", "D", "Dv"),
+]
+"""Arguments whose values must not start another compilation: a new length or stride runs the kernel that is there."""
+
 
 @triton.jit
 def tanh(x):

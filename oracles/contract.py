@@ -111,7 +111,7 @@ class Contract:
 
 
 def _by_dtype(io: str) -> dict[str, Any]:
-    """What follows from the dtype of q, k, v alone: P, dS and outputs are cast to it, everything else is float32."""
+    """What follows from the dtype of q, k, v alone: P, dS, outputs and what each query head adds to dk and dv are cast to it."""
     u, eta, largest = UNIT[io], ETA[io], LARGEST[io]
     if io == "float64":
         exact = Contract.exact(0.0)
@@ -122,7 +122,9 @@ def _by_dtype(io: str) -> dict[str, Any]:
     return (
         out
         if io == "float32"
-        else out | {"p_u": u, "p_eta": eta, "ds_u": u, "ds_eta": eta, "ds_max": largest, "out_max": largest}
+        else out
+        | {"p_u": u, "p_eta": eta, "ds_u": u, "ds_eta": eta, "ds_max": largest, "out_max": largest}
+        | {"gqa_u": u, "gqa_eta": eta}  # as autograd gives where k and v are repeated for the heads of a group
     )
 
 

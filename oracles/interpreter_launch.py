@@ -186,10 +186,8 @@ def _first_configuration(tuner: Any, kwargs: dict[str, Any]) -> Any:
         return tuner.configs[0]
     try:
         left = tuner.early_config_prune(tuner.configs, tuner.nargs, **kwargs)
-    except (
-        RuntimeError,
-        AssertionError,
-    ):  # a pruning that asks the GPU for its properties cannot be followed without one
+    except (RuntimeError, AssertionError):
+        # A pruning that asks the GPU for its properties cannot be followed without one.
         return tuner.configs[0]
     return (list(left) or tuner.configs)[0]
 

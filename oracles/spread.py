@@ -231,9 +231,10 @@ def _dk(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
     ds2 = r.ds * r.ds
     each = own + slope2 * delta + (f.lse + NU * units.acc * r.n.max(initial=0.0) / 2) * ds2
     v = each.swapaxes(-1, -2) @ q2 + NU * units.acc * r.nq / 2 * (ds2.swapaxes(-1, -2) @ q2)
-    if c.ds_u or c.gqa_u:
-        size = r.ads.swapaxes(-1, -2) @ r.aq
-        v = v + NU * ((c.ds_u * f.key_ties) ** 2 + c.gqa_u**2) * size**2
+    if c.ds_u:
+        v = v + NU * (c.ds_u * f.key_ties * (r.ads.swapaxes(-1, -2) @ r.aq)) ** 2
+    if c.gqa_u and r.G > 1:
+        v = v + NU * c.gqa_u**2 * per_head(r, r.ds, r.q) ** 2
     common = NU * (units.acc * r.nq / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
     return _low_accumulator(r, c, square * v + common * r.dk**2 + c.out_eta**2 / 3, r.dk, r.ds * abs(r.scale), q2)
 

@@ -55,7 +55,8 @@ def test_a_distribution_that_is_not_installed_is_absent():
 def test_importing_flashproof_refuses_such_versions_and_loads_neither_torch_nor_triton():
     script = (
         "import sys; from importlib import metadata; real = metadata.version\n"
-        "from pathlib import Path; Path.exists = lambda _: False\n"
+        "from pathlib import Path; there = Path.exists\n"
+        "Path.exists = lambda p: not str(p).startswith('/dev') and there(p)\n"
         "import flashproof; print('torch' in sys.modules, 'triton' in sys.modules)\n"
         "[sys.modules.pop(n) for n in list(sys.modules) if n.startswith('flashproof')]\n"
         "metadata.version = lambda name: {'numpy': '2.4.0', 'triton': '3.6.0'}.get(name) or real(name)\n"

@@ -69,7 +69,11 @@ def test_flex_takes_our_masks_as_index_predicates(mask):
     assert verdict.status == "pass", [str(f) for f in verdict.failures]
 
 
-@pytest.mark.parametrize("changes", [{"Dv": 2}, {"dropout": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"Dv": 2}, {"dropout": 0.5}, {"mask": Causal(), "scale": -1.0}, {"mask": Causal(), "scale": 0.0}, {"Lk": 0}],
+    ids=str,
+)
 def test_a_backend_that_declines_is_a_refusal_outside_its_region(changes):
     case = Case(**changes)
     assert REGISTRY["sdpa_cpu_flash"].supports.refuses(case)

@@ -183,6 +183,14 @@ def test_a_draw_costs_less_than_three_milliseconds():
     assert (time.process_time() - before) / EXAMPLES < 3e-3
 
 
+def test_nan_in_masked_out_keys_comes_with_a_mask():
+    assert all(mask_kind(c) != "none" for c in decoded(0, 2000) if c.data == "nonfinite_masked")
+
+
+def test_a_gradient_through_lse_is_asked_for_only_where_lse_has_one():
+    assert all(set(c.requires_grad) & set("qkb") for c in decoded(0, 2000) if c.lse_grad)
+
+
 def test_nothing_is_rejected():
     assert len(default(0)) == EXAMPLES
 

@@ -280,6 +280,12 @@ def test_large_tensors_cross_a_pipe_piece_by_piece() -> None:
     assert torch.equal(wire.receive(end, time.monotonic() + 10)[1]["x"], x)
 
 
+def test_one_element_crosses_the_wire_whatever_its_stride() -> None:
+    end, start = os.pipe()
+    wire.send(start, {}, {"x": torch.ones(()).expand(1, 1, 1)[..., :1]})
+    assert wire.receive(end)[1]["x"].tolist() == [[[1.0]]]
+
+
 @pytest.mark.parametrize(("data", "error"), [(b"", wire.Closed), (b"fpf1", wire.Closed), (b"x" * 100, wire.Garbled)])
 def test_what_is_no_message_is_refused(data: bytes, error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -30,14 +30,7 @@ def type_of(x):
     """The signature entry of an argument, as the launcher specialises it."""
     if isinstance(x, torch.Tensor):
         return f"*{TYPES[x.dtype]}"
-    if isinstance(x, tuple):
-        return tuple(map(type_of, x))
-    return "fp32" if isinstance(x, float) else "constexpr" if x in (None, 1) else "i32"
-
-
-def leaves(x, place):
-    """(place, value) of an argument and of the members of a tuple."""
-    return [leaf for n, y in enumerate(x) for leaf in leaves(y, (*place, n))] if isinstance(x, tuple) else [(place, x)]
+    return "fp32" if isinstance(x, float) else "constexpr" if x is None else "i32"
 
 
 def build(kernel, args, options, architecture):
@@ -50,13 +43,10 @@ def build(kernel, args, options, architecture):
     constants = {n: v for n, v in options.items() if n not in launch}
     names = kernel.arg_names
     signature = dict(zip(names, map(type_of, args), strict=False)) | dict.fromkeys(constants, "constexpr")
-    flat = [leaf for n, x in enumerate(args) for leaf in leaves(x, (n,))]
-    values = {at: x for at, x in flat if type_of(x) == "constexpr"} | {
+    values = {(at,): None for at, x in enumerate(args) if x is None} | {
         (names.index(n),): v for n, v in constants.items()
     }
-    aligned = [
-        at for at, x in flat if isinstance(x, torch.Tensor) or (isinstance(x, int) and x not in (0, 1) and x % 16 == 0)
-    ]
+    aligned = [(at,) for at, x in enumerate(args) if isinstance(x, torch.Tensor)]
     source = ASTSource(kernel, signature, values, {at: [["tt.divisibility", 16]] for at in aligned})
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch)
     return {"kernel": kernel.__name__, "architecture": architecture, "shared": made.metadata.shared}
