@@ -40,8 +40,8 @@ class Job:
 
 
 def emulated(name: str, arithmetic: Arithmetic, spec: str = "") -> Job:
-    """A job of the emulation."""
-    return Job(name, spec, lambda p: run(p, arithmetic))
+    """A job of the emulation, which sums the heads of a group in float32 unless the spec says otherwise."""
+    return Job(name, f"gqa_u=0,{spec}", lambda p: run(p, arithmetic))
 
 
 def jobs(drawn: Drawn, index: int) -> Iterator[Job]:

@@ -13,7 +13,7 @@ from ..oracles.contract import contract_for
 from ..oracles.elements import judge_problem
 from .draw import Drawn, draw
 
-CONTRACT = "delta=do.o,kv_tile=16"
+CONTRACT = "delta=do.o,kv_tile=16,gqa_u=0"
 FIRST_SEED, SEED_STEP, NORMAL_OFFSET = 7_000_000, 131, 500_000
 CLOSE = 5.0
 """Percentage points by which a rate may fall below the recorded one."""

@@ -20,7 +20,7 @@ from .listing import TABLES, table
 from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
 from .repro import script
-from .session import Session, header, opened
+from .session import Session, header, opened, resolved_lines
 from .words import sentence
 
 DEFAULT_SECONDS = 60.0
@@ -41,6 +41,8 @@ def inspect(target: str, options: Options, json_file: Path | None) -> Exit:
     with opened(target, options) as session:
         outcome.session = session
         _say(header(session))
+        click.echo("\ncontract, beyond IEEE float32 arithmetic")
+        _say(resolved_lines(session))
         rows, ignored = session.runner.probe()
         click.echo("\nkeywords")
         _say(f"  {name:18} {seen}" for name, seen in rows.items())
@@ -260,7 +262,7 @@ def _binding(record: Record) -> Binding:
 @flashproof.command("list")
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=click.Choice(sorted(TABLES)))
 def list_(names: tuple[str, ...]) -> Exit:
-    """Show what there is: implementations, dialects, masks, oracles, contracts, data regimes.
+    """Show what there is: implementations, planted bugs, dialects, masks, oracles, contracts, data regimes.
 
     Example: flashproof list implementations
     """

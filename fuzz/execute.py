@@ -218,7 +218,9 @@ class Runner:
         try:
             result: Answer = outer()
             if self.device != "cpu":
-                torch.cuda.synchronize(self.device)  # an error of the target's kernels is raised here, not in a later case
+                torch.cuda.synchronize(
+                    self.device
+                )  # an error of the target's kernels is raised here, not in a later case
         except BaseException as e:  # the target may raise anything, SystemExit included
             if isinstance(e, KeyboardInterrupt):
                 raise
@@ -240,12 +242,13 @@ class Runner:
                 finally:
                     out.findings += interpreter.findings(monitor, live)
             return
-        with GuardedAllocations() as guarded:
-            try:
+        guarded = GuardedAllocations()
+        try:
+            with guarded:
                 yield live
-            finally:
-                out.findings += guarded.findings()
-                out.traffic["guarded_allocations"] = len(guarded.made)
+        finally:
+            out.findings += guarded.findings()
+            out.traffic["guarded_allocations"] = len(guarded.made)
 
     def _exact(self, inputs: Inputs, out: Execution) -> dict[str, Tensor] | None:
         """The outputs of one more run in exact arithmetic, those whose exact values survived; None if none did."""

@@ -11,7 +11,8 @@ from ..impls import load_registry
 from ..oracles.contract import PRESETS
 from .dialects import DIALECTS
 from .masks import KINDS
-from .session import short
+from .region import Region
+from .session import lacking
 from .values import REGIMES
 
 ORACLES = {
@@ -47,9 +48,23 @@ def _first(thing: Callable[..., object] | type) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
+PLANTED = "planted bug: "
+"""How the summary of a bug planted on purpose begins."""
+
+
 def _implementations() -> list[tuple[str, ...]]:
-    rows = load_registry().values()
-    return [(i.name, i.dialect or "recognised", i.contract or "default", i.summary, short(i.supports)) for i in rows]
+    rows = [i for i in load_registry().values() if not i.summary.startswith(PLANTED)]
+    return [(i.name, i.dialect or "recognised", _region(i.supports), i.summary) for i in rows]
+
+
+def _region(region: Region | None) -> str:
+    """What a region lacks, in a few words."""
+    return "not declared" if region is None else lacking(region) or "all"
+
+
+def _planted() -> list[tuple[str, ...]]:
+    rows = [i for i in load_registry().values() if i.summary.startswith(PLANTED)]
+    return [(i.name, i.summary.removeprefix(PLANTED)) for i in rows]
 
 
 def _dialects() -> list[tuple[str, ...]]:
@@ -65,7 +80,8 @@ def _dialects() -> list[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], list[tuple[str, ...]]]]] = {
-    "implementations": (("name", "dialect", "contract", "what it is", "region"), _implementations),
+    "implementations": (("name", "dialect", "region", "what it is"), _implementations),
+    "planted": (("name", "the bug"), _planted),
     "dialects": (("name", "layout", "causal aligned", "keywords"), _dialects),
     "masks": (("kind", "meaning"), lambda: [(k, _first(m)) for k, m in KINDS.items()]),
     "oracles": (("finding", "meaning"), lambda: list(ORACLES.items())),
@@ -73,9 +89,16 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], list[tuple[str, ...]]]]] =
     "data": (("regime", "values"), lambda: [(n, _first(f)) for n, f in REGIMES.items()]),
 }
 """Name of a list -> its columns and its rows."""
+WIDTH = 100
+MIDDLE = 28
+"""Widest a column between the first and the last may be."""
 
 
 def table(name: str) -> str:
-    """One list as text."""
-    columns, rows = TABLES[name]
-    return tabulate(rows(), headers=columns, maxcolwidths=[None] * (len(columns) - 1) + [70])
+    """One list as text of at most WIDTH columns: the last column takes what the others leave."""
+    columns, make = TABLES[name]
+    rows = make()
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    widths[1:-1] = [min(w, MIDDLE) for w in widths[1:-1]]
+    widths[-1] = WIDTH - sum(w + 2 for w in widths[:-1])
+    return tabulate(rows, headers=columns, maxcolwidths=widths, disable_numparse=True)

@@ -13,7 +13,7 @@ from .case import Case
 from .commands import VERDICTS, Exit, worst
 from .corpus import SCHEMA, Record, as_text, save, write_whole
 from .judge import Verdict
-from .session import Session
+from .session import Session, resolved
 
 KNOWN_OF_TARGET = ("interpreted", "bound", "unbound", "required", "returns_lse")
 """What a failure file keeps of how the target was called, for a script to be written without loading it."""
@@ -102,6 +102,7 @@ class Outcome:
             "dialect": s.info["dialect"] if s else "",
             "device": s.info["device"] if s else "",
             "contract": s.judge.spec if s else "",
+            "arithmetic": resolved(s) if s else {},
             "supports": asdict(s.declared) if s and s.declared else None,
             "verdict": VERDICTS[self.code],
             "warnings": self.warnings,

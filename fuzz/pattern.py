@@ -29,8 +29,8 @@ NAMED = 0.004
 """A factor is called by name when it is this close; the names below differ by more."""
 
 
-def pattern(case: Case, wrong: Mapping[str, Tensor], judged: Iterable[str]) -> str:
-    """Which outputs are right, and where the others are wrong; empty when nothing is wrong."""
+def pattern(case: Case, wrong: Mapping[str, Tensor], judged: Iterable[str], only: str = "") -> str:
+    """Which outputs are right, and where the others are wrong; empty when nothing is wrong. `only` leaves one output."""
     bad = [t for t in AXES if t in wrong and bool(wrong[t].any())]
     good = [t for t in AXES if t in set(judged) and t not in bad]
     if not bad:
@@ -39,9 +39,11 @@ def pattern(case: Case, wrong: Mapping[str, Tensor], judged: Iterable[str]) -> s
     if not any(t in FORWARD for t in bad) and any(t in FORWARD for t in good):
         parts.append("forward right")
     places: dict[str, list[str]] = {}
-    for t in bad:
+    for t in [only] if only in bad else bad:
         places.setdefault(where(case, t, wrong[t]), []).append(t)
-    parts += [f"{_and(tensors)} wrong {place}" for place, tensors in places.items()]
+    parts += [f"{_and(tensors)} wrong {place}".rstrip() for place, tensors in places.items()]
+    if only in bad:
+        return "; ".join(parts)
     rest = [t for t in good if not (t in FORWARD and parts[0] == "forward right")]
     return "; ".join(parts + ([f"{_and(rest)} right"] if rest else []))
 
@@ -53,7 +55,7 @@ def _and(names: Sequence[str]) -> str:
 def where(case: Case, tensor: str, wrong: Tensor) -> str:
     """The place of the wrong elements of one output, as "in <keys> of <heads> of <batches>" or "everywhere"."""
     if bool(wrong.all()):
-        return "everywhere"
+        return "everywhere" if wrong.numel() > 1 else ""
     only_dead = _dead_rows_only(case, tensor, wrong)
     if only_dead:
         return only_dead
@@ -133,7 +135,8 @@ def factor(case: Case, tensor: str, got: Tensor, want: Tensor, wrong: Tensor) ->
         return ""
     for name, holds in (("NaN", g.isnan()), ("infinite", g.isinf()), ("zero", g == 0)):
         if bool(holds.all()):
-            return f"got is {name} {'everywhere' if bool(wrong.all()) else 'wherever it is wrong'}"
+            place = " wherever it is wrong" if not bool(wrong.all()) else " everywhere" if wrong.numel() > 1 else ""
+            return f"got is {name}{place}"
     clear = g.isfinite() & w.isfinite() & (w.abs() >= 0.05 * _largest(w))
     if not bool(clear.any()):
         return ""
@@ -148,6 +151,8 @@ def _largest(w: Tensor) -> float:
 def _ratio(case: Case, tensor: str, g: Tensor, w: Tensor) -> str:
     ratio = g / w
     middle = float(ratio.median())
+    if abs(middle - 1) < FITS:  # nothing that a factor would explain
+        return ""
     if not bool(((ratio - middle).abs() <= FITS * abs(middle)).all()):
         return ""
     for value, meaning in _factors(case, tensor):
@@ -196,11 +201,13 @@ def _difference(case: Case, tensor: str, g: Tensor, w: Tensor) -> str:
     return f"got is want {'+' if middle > 0 else '-'} {abs(middle):.4g}{named}"
 
 
-def explain(case: Case, wrong: Mapping[str, Tensor], got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:
-    """The pattern, then the factor of every wrong output that has one."""
-    told = [pattern(case, wrong, got)]
+def explain(
+    case: Case, wrong: Mapping[str, Tensor], got: Mapping[str, Tensor], want: Mapping[str, Tensor], only: str = ""
+) -> str:
+    """The pattern, then the factor of every wrong output that has one. `only` leaves one output."""
+    told = [pattern(case, wrong, got, only)]
     same: dict[str, list[str]] = {}
-    for t in AXES:
+    for t in [only] if only in wrong else AXES:
         if t in wrong and t in got and t in want and got[t].shape == want[t].shape == wrong[t].shape:
             text = factor(case, t, got[t], want[t], wrong[t].to(torch.bool))
             if text:

@@ -10,14 +10,17 @@ from typing import Any
 from tabulate import tabulate
 
 from ..oracles.finding import Finding
+from .case import Case
 from .found import MIN_CASES, Campaign, Failure, blind_because, verdict_and_exit_code
 from .judge import Verdict
 from .learn import differences
-from .words import sentence
+from .simpler import DEFAULT, FEATURES
+from .words import parts, sentence
 
 WIDTH = 100
 _LABEL = 10
 WORST = 5
+LIKELIEST = 3
 TRACE_LINES = 12
 LEAK = (
     "NaN or Inf in keys that every row masks reaches the output, as in 0 * NaN; mask v (or skip those keys), or declare "
@@ -34,6 +37,7 @@ def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
     rows = [
         ("where", failure.pattern),
         ("first in", _first_seen(failure)),
+        ("there", failure.original_pattern if failure.original_pattern != failure.pattern else ""),
         ("passes", "; ".join(n.words for n in failure.nearest)),
         ("repeats", repeats(failure)),
         ("shrunk", "" if failure.shrunk else "not to the end; a smaller case may exist"),
@@ -63,6 +67,8 @@ def labelled(label: str, text: str) -> str:
     first = f"  {label:{_LABEL - 2}} "
     if label == "replay":
         return first + text
+    if not label:
+        return " " * len(first) + text
     blank = " " * len(first)
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=blank, break_on_hyphens=False)
 
@@ -95,9 +101,9 @@ def _printed(finding: Finding) -> list[str]:
 
 
 def _deviations(verdict: Verdict) -> list[str]:
-    """Single departures from the contract that explain every wrong value, and what settles each."""
+    """The likeliest single departures from the contract that explain every wrong value, and what settles each."""
     still = "still a failure under the declared contract"
-    out = [labelled("explains", f"{d}; {still}") for d in verdict.deviations]
+    out = [labelled("explains", f"{d}; {still}") for d in verdict.deviations[:LIKELIEST]]
     leaks = verdict.case.data == "nonfinite_masked" and any(f.oracle == "nonfinite" for f in verdict.failures)
     return out + ([labelled("explains", LEAK)] if leaks else [])
 
@@ -105,9 +111,8 @@ def _deviations(verdict: Verdict) -> list[str]:
 def _first_seen(failure: Failure) -> str:
     if failure.original == failure.case:
         return ""
-    where = f": {failure.original_pattern}" if failure.original_pattern not in ("", failure.pattern) else ""
     more = f"; {failure.count} cases failed so" if failure.count > 1 else ""
-    return sentence(failure.original) + where + more
+    return sentence(failure.original) + more
 
 
 def repeats(failure: Failure) -> str:
@@ -147,48 +152,76 @@ def _consequence(failure: Failure, replay: str, heading: str) -> str:
 
 
 def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
-    """Every failure under its number, then the keys of those that were only counted."""
-    total = len(campaign.failures)
+    """Every failure under its number, those that its cause may explain in a line below it, then those only counted."""
+    heads = [f for f in campaign.failures if not _in_a_line(f, campaign.failures)]
     blocks = []
-    for n, failure in enumerate(campaign.failures, 1):
+    for n, failure in enumerate(heads, 1):
         oracle, _, tensor = failure.key.partition(":")
-        blocks.append(failure_text(failure, replay(failure), f"FAILURE {n} of {total}: {tensor} ({oracle})"))
+        below = [_also(f, failure, replay(f)) for f in campaign.failures if _in_a_line(f, [failure])]
+        title = f"FAILURE {n} of {len(heads)}: {tensor} ({oracle})"
+        blocks.append("\n".join([failure_text(failure, replay(failure), title), *below]))
     if campaign.unshrunk:
         blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk: {', '.join(campaign.unshrunk)}"))
     return "\n\n".join(blocks)
 
 
+def _in_a_line(failure: Failure, others: Sequence[Failure]) -> bool:
+    """Whether a failure is told in a line below its cause: it has one among the others, and needs nothing that it does not."""
+    cause = next((f for f in others if f.key == failure.behind), None)
+    return cause is not None and _features(failure.case) <= _features(cause.case)
+
+
+def _features(case: Case) -> set[str]:
+    """What a case has besides sizes and gradients."""
+    return {n for n in (*FEATURES, "mask") if getattr(case, n) != getattr(DEFAULT, n)}
+
+
+def _also(failure: Failure, cause: Failure, replay: str) -> str:
+    """A consequence in a line: what fails, its case as far as it differs from the cause's, the line to paste."""
+    oracle, _, tensor = failure.key.partition(":")
+    shared = [p for p in parts(cause.case) if p != "forward only"]
+    own = parts(failure.case)
+    case = "; ".join(["the same case", *(p for p in own if p not in shared)] if set(shared) <= set(own) else own)
+    line = labelled("also", f"{tensor} ({oracle}): {case}")
+    if not replay:
+        return line
+    fits = "\n" not in line and len(line) + 2 + len(replay) <= WIDTH
+    return f"{line}; {replay}" if fits else f"{line}\n{labelled('', replay)}"
+
+
 def summary(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASES) -> str:
-    """Counts, speed, what was accepted, what was learnt, and the verdict in the last line."""
+    """Counts, what was accepted, what was learnt, and the verdict in the last line."""
     verdict, code = verdict_and_exit_code(campaign, command, min_cases)
-    rows = list(_summary_rows(campaign))
-    table = (
-        tabulate(campaign.table, headers=["kind", "accepted", "refused", "inexpressible"], tablefmt="simple")
-        if campaign.table
-        else ""
-    )
     last = _last_line(campaign, verdict, blind_because(campaign, command, min_cases))
-    return "\n".join([*(labelled(n, t) for n, t in rows if t), *([table] if table else []), f"{last} (exit {code})"])
+    return "\n".join([*(labelled(n, t) for n, t in _summary_rows(campaign) if t), f"{last} (exit {code})"])
 
 
 def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
     rate = f", {c.cases / c.seconds:.0f}/s" if c.seconds > 0 and not c.failures else ""
-    counts = f"{c.accepted} accepted, {c.refused} refused, {c.inexpressible} inexpressible"
+    told = ((c.accepted, "accepted"), (c.refused, "refused"), (c.inexpressible, "inexpressible"))
+    counts = ", ".join(f"{n} {word}" for n, word in told if n)
     lost = f", {c.infrastructure} lost ({c.trouble})" if c.infrastructure else ""
-    yield "cases", f"{c.cases}: {counts}{lost}; {c.seconds:.1f} s{rate}; seed {c.seed}"
-    if c.seconds_to_first_failure is not None:
-        yield "first", f"failure at case {c.cases_to_first_failure}, after {c.seconds_to_first_failure:.1f} s"
+    first = (
+        f"; first failure at case {c.cases_to_first_failure} after {c.seconds_to_first_failure:.1f} s"
+        if c.seconds_to_first_failure is not None
+        else ""
+    )
+    yield "cases", f"{c.cases}: {counts}{lost}; {c.seconds:.1f} s{rate}; seed {c.seed}{first}"
     yield "refused", "; ".join(f"{text} ({n})" for text, n in c.refusals.most_common(4))
     if c.declared is None:
         yield "serves", _served(c)
+    yield "never", _never(c)
     yield "warnings", "; ".join(f"{text} ({n})" for text, n in c.warnings.most_common(6))
-    used = sorted(c.budget.items(), key=lambda item: -item[1][0])
-    yield (
-        "closest",
-        ", ".join(f"{t} {share:.0%}" for t, (share, _) in used) + (" of the limit in right answers" if used else ""),
-    )
-    if c.slowest is not None:
-        yield "slowest", f"{c.slowest[0]:.2f} s: {sentence(c.slowest[1])}"
+    if not c.failures:
+        used = sorted(c.budget.items(), key=lambda item: -item[1][0])
+        told_of = ", ".join(f"{t} {share:.0%}" for t, (share, _) in used)
+        yield "closest", told_of + (" of the limit" if used else "")
+
+
+def _never(c: Campaign) -> str:
+    """Kinds of case inside the region of which none was accepted."""
+    names = [name for name, accepted, _, _ in c.table if accepted == 0]
+    return f"accepted: {', '.join(names)}" if names else ""
 
 
 def _served(c: Campaign) -> str:

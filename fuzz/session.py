@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..impls.loading import TargetError
-from ..oracles.contract import contract_for
+from ..oracles.contract import TENSORS, contract_for
 from .commands import Exit, Options, Stop
 from .execute import DeviceAbsent, Runner, region_from_json
 from .judge import Judge
@@ -22,6 +22,8 @@ UNBOUNDED = 1 << 20
 """A size that no target means as a bound."""
 UNTOLD = ("_eta", "_max", "ftz")
 """Endings of contract fields that follow from the dtype and that no reader looks for."""
+TOLD_IN_WORDS = ("dead_rows", "dead_lse", "nonfinite", "masked_nonfinite", "may_leak", "deterministic", "forward_only")
+"""Items of a contract that are policies, not arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ def header(session: Session) -> list[str]:
             "region",
             f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals",
         ),
-        ("drawn", short(session.region)),
-        *(("contract", line) for line in contracts(session)),
+        *([("drawn", short(session.region))] if session.region != session.declared else []),
+        ("contract", contract_words(session)),
         ("device", f"{info['device']} ({device}){interpreted}"),
         ("versions", ", ".join(f"{n} {v}" for n, v in versions.items()) + (f"; {system}" if system else "")),
     )
@@ -115,30 +117,46 @@ def _names(names: list[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def contracts(session: Session) -> list[str]:
-    """The contract as resolved, a line for each dtype with what sets it apart from IEEE float32 arithmetic."""
+def contract_words(session: Session) -> str:
+    """The contract as it was declared, then its policies in words; the numbers that follow from it are in `resolved`."""
+    contract = session.judge.contract(session.region.dtypes[0])
+    items = [item.strip() for item in session.judge.spec.split(",")]
+    declared = [item for item in items if item and item.partition("=")[0].strip() not in TOLD_IN_WORDS]
+    dead = {"zero": "zeros", "nan": "NaN", "mean": "the mean of v", "any": "anything"}[contract.dead_rows]
+    leak = "may" if contract.masked_nonfinite == "may_leak" else "must not"
+    loose = [t for t in TENSORS if t not in contract.deterministic]
+    told = [f"dead rows give {dead}", f"NaN in masked keys {leak} leak"]
+    told += ["NaN in seen keys may vanish"] * (contract.nonfinite == "ignore")
+    told += [f"{', '.join(loose)} may differ between runs"] * bool(loose)
+    told += ["forward only"] * contract.forward_only
+    return "; ".join([", ".join(declared) or "default", *told])
+
+
+def resolved(session: Session) -> dict[str, dict[str, Any]]:
+    """Per dtype, the fields of the contract that set it apart from IEEE float32 arithmetic."""
     plain = contract_for("", "float32", "cpu")
-    lines = []
+    out = {}
     for dtype in session.region.dtypes:
         contract = session.judge.contract(dtype)
-        apart = [
-            (f.name, getattr(contract, f.name))
-            for f in fields(contract)
-            if f.name not in ("io", "spec") and not f.name.endswith(UNTOLD)
-        ]
-        changed = [f"{n}={_value(v)}" for n, v in apart if v != getattr(plain, n)]
-        lines.append(f"{dtype}: {session.judge.spec or 'default'}{' (' + ', '.join(changed) + ')' if changed else ''}")
-    return lines
+        apart = [(f.name, getattr(contract, f.name)) for f in fields(contract) if f.name not in ("io", "spec")]
+        out[dtype] = {n: v for n, v in apart if v != getattr(plain, n)}
+    return out
+
+
+def resolved_lines(session: Session) -> list[str]:
+    """`resolved` as text, a paragraph for each dtype."""
+    rows = []
+    for dtype, changed in resolved(session).items():
+        told = [f"{n}={_value(v)}" for n, v in changed.items() if not n.endswith(UNTOLD)]
+        text = f"  {dtype:9} {', '.join(told) or 'IEEE float32 arithmetic'}"
+        rows += textwrap.wrap(text, WIDTH, subsequent_indent=" " * 12)
+    return rows
 
 
 def _value(value: object) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float)
-        else "+".join(map(str, value))
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def short(region: Region | None) -> str:
@@ -150,6 +168,21 @@ def short(region: Region | None) -> str:
     longest = "any length" if region.max_len >= UNBOUNDED else f"lengths to {region.max_len}"
     shortest = f" from {region.min_len}" if region.min_len else ""
     masks = "all masks" if set(region.masks) == set(MASKS) else f"masks {', '.join(region.masks) or 'none'}"
-    off = [f.name.replace("_", " ") for f in fields(region) if getattr(region, f.name) is False]
-    lacks = f"; not: {', '.join(off)}" if off else ""
+    lacks = f"; {lacking(region)}" if lacking(region) else ""
     return f"{', '.join(region.dtypes)}; {dims}; {longest}{shortest}; {masks}{lacks}"
+
+
+LACKS = {
+    "dv_differs": "Dv other than D", "gqa": "grouped heads", "lq_differs": "Lq other than Lk", "bias_grad": "gradient of a bias",
+    "negative_scale": "scale <= 0", "lse_grad": "gradient through lse",
+}  # fmt: skip
+"""Flags of a region in words, where their own names are none."""
+IMPLIED = {"bias_grad": ("bias", "backward"), "negative_scale": ("scale",), "lse_grad": ("lse", "backward")}
+"""Flags that go without saying where another is off."""
+
+
+def lacking(region: Region) -> str:
+    """The features that a region does not serve: "no softcap, dropout"; empty when it serves all."""
+    off = [f.name for f in fields(region) if getattr(region, f.name) is False]
+    told = [LACKS.get(n, n) for n in off if not any(m in off for m in IMPLIED.get(n, ()))]
+    return f"no {', '.join(told)}" if told else ""

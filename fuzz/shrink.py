@@ -14,13 +14,36 @@ from itertools import combinations
 from typing import Any
 
 from .case import SIZES, Case
-from .masks import BlockSparse, Mask, Random
-from .simpler import DEFAULT, FEATURES, edges, heads, resets, shifted, simpler_masks, simpler_values, size
+from .masks import BlockSparse, Full, Mask, Random
+from .simpler import (
+    DEFAULT,
+    FEATURES,
+    LAYOUT_FIELDS,
+    ORDERED,
+    PLAIN_MASKS,
+    edges,
+    heads,
+    resets,
+    shifted,
+    simpler_masks,
+    simpler_values,
+    size,
+)
 
 SMALL_SEEDS = (0, 1, 2)
 """A smaller case may need other values to show the bug; more than these cost more probes than they gain."""
+MANY_SEEDS = range(64)
+"""Where one element must be larger than the sixteen before it, one seed in seventeen will do."""
 LARGEST_TRADE = 512
 """A size may grow to this when another goes to 1 for it; beyond, a probe costs more than the reader gains."""
+
+
+TINY: tuple[Mapping[str, int], ...] = (
+    {"Dv": 2}, {"D": 2}, {"Lk": 2}, {"Lq": 2}, {"B": 2}, {"Hq": 2}, {"Hq": 2, "Hkv": 2}, {"Lq": 2, "Lk": 2}, {"D": 2, "Dv": 2},
+)  # fmt: skip
+"""Sizes next to all ones."""
+OTHERWISE = frozenset({*LAYOUT_FIELDS, "data", "grad", "sequence", "bias"})
+"""Fields whose other values a person would try in place of a strange one."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +193,17 @@ def _lower(s: Shrinker, names: list[str]) -> None:
     any(s.accepts(make(t), reseed=t == top - 1) for t in edges(top))
 
 
+def reseed_edges(s: Shrinker) -> None:
+    """One more than a power of two, the largest below a size, with many seeds: a tail of one element shows a bug rarely.
+
+    Only where the best case has a seed of its own: else the bug does not depend on values so much.
+    """
+    for name in () if s.best.seed == 0 else ("Lq", "Lk", "D", "Dv"):
+        for t in sorted((2**p + 1 for p in range(1, 10) if 2**p + 1 < getattr(s.best, name)), reverse=True):
+            if not any(s.accepts(s.best.but(**{name: t}, seed=n), reseed=False) for n in MANY_SEEDS):
+                break
+
+
 def lower_heads(s: Shrinker) -> None:
     """Query and key heads together, so that their ratio stays whole."""
     any(s.takes(Hq=q, Hkv=k) for q, k in heads(s.best))
@@ -228,14 +262,49 @@ def lower_seed(s: Shrinker) -> None:
 
 
 def trade_sizes(s: Shrinker) -> None:
-    """One size becomes 1 and another takes it over: (6, 17) may fail as (1, 102), which is one number to read."""
+    """One size becomes 1 and another takes it over: (6, 17) may fail as (1, 102), which is one number to read.
+
+    Or two of a kind change places, which opens a way that the first order closed.
+    """
+    for a, b in combinations(("B", "Lq", "Lk", "D", "Dv"), 2):
+        s.takes(**{a: getattr(s.best, b), b: getattr(s.best, a)})
+    if s.best.B == 1:
+        s.takes(B=s.best.Hq, Hq=1, Hkv=1)
     for a, b in combinations(("B", "Lq", "Lk", "D", "Dv"), 2):
         product = getattr(s.best, a) * getattr(s.best, b)
         if min(getattr(s.best, a), getattr(s.best, b)) > 1 and product <= LARGEST_TRADE:
             s.takes(**{a: 1, b: product}) or s.takes(**{a: product, b: 1})
+        for one, other in ((a, b), (b, a)):
+            n = getattr(s.best, other)
+            if getattr(s.best, one) > n > 1:  # half of a tile of two sizes may be a tile of one
+                s.takes(**{one: 1, other: 2 * n - 1}) or s.takes(**{one: 1, other: 4 * n - 3})
     for name in ("Lq", "Lk", "D", "Dv"):
         if s.best.Hq * getattr(s.best, name) <= LARGEST_TRADE:
             s.takes(**{"Hq": 1, "Hkv": 1, name: s.best.Hq * getattr(s.best, name)})
+
+
+def size_for_feature(s: Shrinker) -> None:
+    """A feature goes and one size becomes 2: another head or row may do what the feature did."""
+    for off in list(resets(s.best)):
+        for shape in TINY:
+            if all(getattr(s.best, n) < t for n, t in shape.items()) and s.takes(**off, **shape):
+                return
+
+
+def other_kinds(s: Shrinker) -> None:
+    """Another value of a named field, or another plain mask, at the smallest sizes: fewer numbers beat a plainer name."""
+    ones = dict.fromkeys(SIZES, 1)
+    for changes in _other_kinds(s.best):
+        if any(s.takes(**changes, **{**ones, **shape}) for shape in ({}, *TINY)):
+            return
+
+
+def _other_kinds(case: Case) -> Iterator[Mapping[str, Any]]:
+    for name, order in ORDERED.items():
+        if name in OTHERWISE and getattr(case, name) != order[0]:
+            yield from ({name: v} for v in order[1:] if v != getattr(case, name))
+    if case.mask != Full():
+        yield from ({"mask": m} for m in PLAIN_MASKS if m != case.mask)
 
 
 def lower_pairs(s: Shrinker) -> None:
@@ -259,4 +328,4 @@ def _steps(case: Case) -> list[Mapping[str, Any]]:
 CHEAP: tuple[Pass, ...] = (
     leap, drop_features, lower_sizes, lower_heads, lower_together, simplify_mask, simplify_values, lower_seed,
 )  # fmt: skip
-THOROUGH: tuple[Pass, ...] = (trade_sizes, lower_pairs)
+THOROUGH: tuple[Pass, ...] = (trade_sizes, size_for_feature, other_kinds, reseed_edges, lower_pairs)

@@ -35,6 +35,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 _PLAIN = (1.0, 2.0, 0.5, 0.0, -1.0, 10.0)
 _PERCENT = (0, 100, 50)
 _LEAST = {"left": -1, "right": -1, "stride": 1, "block_q": 1, "block_k": 1}
+PLAIN_MASKS = (Full(), Causal(), Causal("bottom_right"), Padding((0,)), Padding((1,)), Window(0, 0), Window(0, -1))
+"""Masks that a person would try first."""
 _SHARED_AXES = "qk"  # the default of masks and biases: what a person writes first
 
 
@@ -123,8 +125,7 @@ def _parameter_rank(name: str, value: Any) -> tuple[int, ...]:
 
 def simpler_masks(mask: Mask) -> Iterator[Mask]:
     """Masks to try in place of this one, boldest first."""
-    plain = (Full(), Causal(), Causal("bottom_right"), Padding((0,)), Padding((1,)), Window(0, 0), Window(0, -1))
-    yield from (m for m in plain if mask_rank(m) < mask_rank(mask))
+    yield from (m for m in PLAIN_MASKS if mask_rank(m) < mask_rank(mask))
     inner = {f.name: getattr(mask, f.name) for f in fields(mask)}  # type: ignore[arg-type]
     for name, value in inner.items():
         if isinstance(value, Mask):

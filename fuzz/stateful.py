@@ -1,12 +1,12 @@
-"""Failures that a new process does not show: the fewest earlier cases that must run before, in the same process."""
+"""Failures that a new process does not show: the call sequence, or the fewest earlier cases, that must come before."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .case import Case
-from .shrink import Budget, BudgetSpentError, shrink
+from .case import SEQUENCES, SIZES, Case
+from .shrink import Budget, BudgetSpentError, changed, shrink
 
 Fails = Callable[[Sequence[Case]], bool]
 """Whether, in a new process, the last of these cases fails after the others ran."""
@@ -29,6 +29,27 @@ class _Counted:
                 raise BudgetSpentError
             self.known[key] = self.fails(cases)
         return self.known[key]
+
+
+def as_sequence(case: Case, fails: Fails, budget: Budget = RUNS) -> Case | None:
+    """The simplest case that fails in a new process by a call sequence of its own, as `case` with one does; None without."""
+    for sequence in SEQUENCES[1:]:
+        whole = case.but(sequence=sequence)
+        if fails([whole]):
+            return shrink(whole, lambda c: fails([c]), budget)
+    return None
+
+
+def together(case: Case, before: Sequence[Case], fails: Fails, budget: Budget = RUNS) -> tuple[Case, tuple[Case, ...]]:
+    """The case made simpler, and the cases before it with the same sizes wherever they had those of the case."""
+
+    def follow(smaller: Case) -> list[Case]:
+        sizes = {n: getattr(smaller, n) for n in SIZES}
+        moved = (changed(c, {n: t for n, t in sizes.items() if getattr(c, n) == getattr(case, n)}) for c in before)
+        return [c for c in moved if c is not None]
+
+    best = shrink(case, lambda c: fails([*follow(c), c]), budget)
+    return best, tuple(follow(best))
 
 
 def preceding(

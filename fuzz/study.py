@@ -14,13 +14,18 @@ from .judge import Verdict
 from .nearest import neighbours
 from .pattern import explain
 from .shrink import Budget, Shrinker
-from .stateful import preceding
-from .tensors import build
+from .simpler import size
+from .stateful import as_sequence, preceding, together
+from .tensors import MAX_ORACLE_BYTES, build, oracle_bytes
 
 PLAIN_ORACLES = frozenset(
     {"value", "nonfinite", "dead-row", "crash", "hang", "exception", "shape", "dtype", "refusal", "statistical"}
 )
 """Oracles that one plain run decides; the others need the repeated call or the exact run in every probe."""
+SECOND_LOOK = frozenset(
+    {"exact", "statistical", "identity", "repeat", "sequence", "guard", "allocation", "alias", "global-state"}
+)
+"""Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
 FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias")
 
 
@@ -33,23 +38,33 @@ class Study:
     policy: Policy
     emit: Callable[..., None]
     clock: Callable[[], float]
+    leak: Failure | None = None
+    """The first failure that needs calls before it: what fails only in a used process is then its consequence."""
 
     def run(self) -> None:
         """Shrink and study one failure after the other, those of the forward pass first, as far as the policy allows."""
         end = self.clock() + self.policy.shrink_seconds
         done: list[str] = []
         while len(done) < self.policy.distinct:
-            left = [k for k in self.book.found if k not in done]
+            left = [k for k in self.book.found if k not in done and not self._implied(k)]
             if not left:
                 return
             ahead = min(len(left), self.policy.distinct - len(done))
             done.append(min(left, key=_forward_first))
             self._one(done[-1], max((end - self.clock()) * 2 / (1 + ahead), 1.0))
 
+    def _implied(self, key: str) -> bool:
+        """Whether a failure says of an output only what wrong values of it say better."""
+        oracle, _, tensor = key.partition(":")
+        return oracle in ("exact", "statistical") and f"value:{tensor}" in self.book.found
+
     def _one(self, key: str, seconds: float) -> None:
         """Shrink one failure, add it, study it; interrupted before it is added, the book has its simplest case."""
         began = self.clock()
         self.emit("shrinking", text=key)
+        if self.leak is not None and not self._fresh([self.book.found[key].simplest.case], key):
+            self.campaign.failures.append(self._leaked(key, self.leak))
+            return
         self._hint(key)
         thorough = key.partition(":")[0] not in PLAIN_ORACLES
         s = Shrinker(
@@ -64,6 +79,21 @@ class Study:
         self.emit("shrunk", failure=failure)
         self.campaign.failures[-1] = replace(self._studied(failure, thorough), seconds=self.clock() - began)
         self.emit("studied", failure=self.campaign.failures[-1])
+
+    def _leaked(self, key: str, leak: Failure) -> Failure:
+        """A failure that a new process does not show, where it is known already that calls leak into later ones.
+
+        It is told with the calls of that failure if they show it too.
+        """
+        entry = self.book.found[key]
+        case = leak.case.but(requires_grad="".join(g for g in "qkv" if g == key[-1]) if key.partition(":")[2][0] == "d" else "")
+        verdict = self._run([*leak.preceding, case])
+        if key in verdict.keys:
+            return replace(leak, key=key, case=case, verdict=verdict, behind=leak.key, count=entry.count, original=entry.first.case)
+        return Failure(
+            key, entry.simplest.case, entry.first.case, entry.simplest, entry.count,
+            behind=leak.key, reproduced=(0, 1), fresh=False, shrunk=True,
+        )  # fmt: skip
 
     def _probes(self, key: str) -> int:
         if key.startswith("hang:"):
@@ -98,15 +128,30 @@ class Study:
         """The failure with its pattern, its passing neighbours, how often it comes again, and what would explain it."""
         if failure.behind:
             return failure
+        failure = self._reproduced(failure)
         first = self.book.found[failure.key].first
         failure = replace(failure, pattern=described(failure.verdict))
         if first.case != failure.case:
-            failure = replace(failure, original_pattern=described(first))
-        if not failure.key.startswith("hang:"):
+            failure = replace(failure, original_pattern=described(first, failure.key.partition(":")[2]))
+        if not failure.key.startswith("hang:") and not failure.preceding:
             failure = replace(failure, nearest=neighbours(failure.case, lambda c: self.book.check(c).status == "pass"))
             explained = self.book.judge.check(failure.case, thorough)
             failure = replace(failure, verdict=explained) if failure.key in explained.keys else failure
-        return self._reproduced(failure)
+            failure = self._told_apart(failure)
+        return failure
+
+    def _told_apart(self, failure: Failure) -> Failure:
+        """The failure without explanations that only hold because its case has next to no elements."""
+        if not failure.verdict.deviations:
+            return failure
+        try:
+            large = wider(failure.case)
+        except ValueError:  # a structure that does not stretch
+            return failure
+        if oracle_bytes(large) > MAX_ORACLE_BYTES:
+            return failure
+        told = _on_both(failure.verdict, failure.key, self.book.judge.check(large))
+        return replace(failure, verdict=told)
 
     def _reproduced(self, failure: Failure) -> Failure:
         """Run it again here, then once in a new process; where that passes, look for the cases that must come before."""
@@ -119,16 +164,49 @@ class Study:
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
         if fresh or seen < times:
             return failure
-        before = preceding(case, self.book.before(case), lambda run: self._fresh(run, key), clock=self.clock)
-        return replace(failure, preceding=before)
+        self.leak = self._with_calls_before(failure)
+        return self.leak
+
+    def _with_calls_before(self, failure: Failure) -> Failure:
+        """The failure as a call sequence that a new process shows too, else with the cases that must come before it."""
+        key, case = failure.key, failure.case
+
+        def fails(run: Sequence[Case]) -> bool:
+            return self._fresh(run, key)
+
+        sequence = as_sequence(case, fails)
+        if sequence is not None:
+            return self._again_as(failure, sequence, ())
+        before = preceding(case, self.book.before(case), fails, clock=self.clock)
+        if not before:
+            return failure
+        smaller, before = together(case, before, fails)
+        return self._again_as(failure, smaller, preceding(smaller, before, fails, clock=self.clock) or before)
+
+    def _again_as(self, failure: Failure, case: Case, before: tuple[Case, ...]) -> Failure:
+        """The failure with another smallest case, run in new processes."""
+        verdicts = [self._run([*before, case]) for _ in range(self.policy.again)]
+        seen = sum(failure.key in v.keys for v in verdicts)
+        return replace(
+            failure,
+            case=case,
+            preceding=before,
+            verdict=verdicts[-1],
+            reproduced=(seen, len(verdicts)),
+            fresh=not before,
+        )
 
     def _fresh(self, run: Sequence[Case], key: str) -> bool:
         """Whether the last case fails with this key in a new process, after the others."""
-        self.book.judge.restart()
         self.emit("shrinking", text=f"{key} in a new process")
+        return key in self._run(run).keys
+
+    def _run(self, run: Sequence[Case]) -> Verdict:
+        """The verdict on the last case in a new process, after the others."""
+        self.book.judge.restart()
         for case in run[:-1]:
             self.book.judge.again(case, thorough=False)
-        return key in self.book.judge.again(run[-1]).keys
+        return self.book.judge.again(run[-1])
 
     def rest(self) -> None:
         """Enter the failures that were not shrunk: whole after an interruption, else by their key and case."""
@@ -142,6 +220,22 @@ class Study:
                 c.failures.append(Failure(key, best.case, first.case, best, entry.count, pattern=described(best)))
             else:
                 c.unshrunk[key] = best.case
+        c.failures[:] = arranged(c.failures)
+
+
+def wider(case: Case) -> Case:
+    """The same structure with more elements and plain data, on which a rounding shows everywhere and a lost key does not."""
+    width = {"D": max(case.D, 32), "Dv": max(case.Dv, 32)} if case.D == case.Dv else {}
+    return case.but(Lq=max(case.Lq, 33), Lk=max(case.Lk, 70), data="normal", **width)
+
+
+def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
+    """The smallest case's verdict without deviations that do not explain the larger case too, where that fails alike."""
+    if key not in large.keys:
+        return smallest
+    wanted = [d.label for d in large.deviations]
+    both = sorted((d for d in smallest.deviations if d.label in wanted), key=lambda d: wanted.index(d.label))
+    return replace(smallest, deviations=tuple(both))
 
 
 def _forward_first(key: str) -> int:
@@ -149,11 +243,34 @@ def _forward_first(key: str) -> int:
     return FORWARD_FIRST.index(tensor) if tensor in FORWARD_FIRST else -1
 
 
-def described(verdict: Verdict) -> str:
-    """Where the outputs of a verdict are wrong and by what factor; empty where there are no values to compare."""
+def arranged(failures: Sequence[Failure]) -> list[Failure]:
+    """The failures as they are shown: the most telling first, each followed by those that its own cause may explain.
+
+    One stands behind another if its smallest case shows the other as well.
+    """
+    heads: list[Failure] = []
+    behind: dict[str, list[Failure]] = {}
+    for failure in sorted(failures, key=_telling):
+        leaked = failure.behind if failure.fresh is False else ""
+        cause = leaked or next((h.key for h in heads if h.key in failure.verdict.keys), "")
+        if cause:
+            behind.setdefault(cause, []).append(replace(failure, behind=cause))
+        else:
+            heads.append(replace(failure, behind=""))
+    return [f for head in heads for f in (head, *behind.get(head.key, ()))]
+
+
+def _telling(failure: Failure) -> tuple[object, ...]:
+    """Order of failures: plain mistakes, then those that are seen from a second call or run; outputs before gradients."""
+    oracle = failure.key.partition(":")[0]
+    return (oracle in SECOND_LOOK, _forward_first(failure.key), size(failure.case))
+
+
+def described(verdict: Verdict, only: str = "") -> str:
+    """Where the outputs of a verdict (or one of them) are wrong and by what factor; empty where no values are compared."""
     report, execution = verdict.report, verdict.execution
     if report is None or execution is None or not report.wrong or not execution.outputs:
         return ""
     want: Any = {} if verdict.case.dropout else Reference(Problem.of(build(verdict.case))).outputs()
     got = {t: x for t, x in execution.outputs.items() if t in report.budget or t in report.wrong}
-    return explain(verdict.case, report.wrong, got, want)
+    return explain(verdict.case, report.wrong, got, want, only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,12 +121,14 @@ def dropout_keep(
     seed: int, B: int, H: int, Lq: int, Lk: int, p: float, device: Device = "cpu", *, first: Corner = (0, 0, 0, 0)
 ) -> Tensor:
     """bool (B, H, Lq, Lk), False with probability p, a hash of (seed, b, h, i, j); `first` are the indices of its corner."""
-    index = []
-    for axis, (start, n) in enumerate(zip(first, (B, H, Lq, Lk), strict=True)):
-        shape = [1, 1, 1, 1]
-        shape[axis] = n
-        index.append(torch.arange(start, start + n, device=device).view(shape))
-    return uniform_bits(seed, "dropout", *index) >= round(p * (1 << 31))
+    ranges = [(start, start + n) for start, n in zip(first, (B, H, Lq, Lk), strict=True)]
+    least = round(p * (1 << 31))
+    if torch.device(device).type == "cpu":  # the same numbers in NumPy, whose calls on small tiles cost much less
+        keep = uniform_bits(seed, "dropout", *np.ix_(*(np.arange(*r, dtype=np.int64) for r in ranges))) >= least
+        return torch.from_numpy(keep)
+    flat = [torch.arange(*r, device=device) for r in ranges]
+    index = [x.view([-1 if a == axis else 1 for a in range(4)]) for axis, x in enumerate(flat)]
+    return uniform_bits(seed, "dropout", *index) >= least
 
 
 def _shape(case: Case, name: str) -> Shape:
@@ -232,9 +235,9 @@ def _additive(case: Case, keep: Tensor | None) -> Tensor | None:
     exact = torch.from_numpy(values.bias(case.bias, case.seed, own))
     if keep is None:
         return exact
-    return (
-        torch.where(keep, exact, _fill(case)) if soft(case) else exact.expand(torch.broadcast_shapes(own, keep.shape))
-    )
+    if soft(case):
+        return torch.where(keep, exact, _fill(case))
+    return exact.expand(np.broadcast_shapes(own, keep.shape))  # torch's own function imports sympy, which takes seconds
 
 
 def _hold_mask(case: Case, name: str, value: Tensor, dtype: torch.dtype, device: str, guards: bool) -> Guarded:

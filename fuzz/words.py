@@ -21,19 +21,27 @@ _TENSOR = {"do": "grad_output", "mask": "the dense mask"}
 
 def sentence(case: Case) -> str:
     """What a reader must know to write the case by hand; whatever has its default value is not said."""
-    return "; ".join((f"{case.dtype}, {_sizes(case)}", *_features(case)))
+    return "; ".join(parts(case))
+
+
+def parts(case: Case) -> list[str]:
+    """The sentence in its parts: dtype and sizes, then every feature."""
+    return [f"{case.dtype}, {_sizes(case)}", *_features(case)]
 
 
 def _sizes(case: Case) -> str:
-    """Sizes, those that are 1 in one chain; Hkv and Dv only where they differ from Hq and D."""
+    """Sizes, equal ones in one chain if they are 1 or are lengths; Hkv and Dv only where they differ from Hq and D."""
     names = ["B", "Hq", "Hkv", "Lq", "Lk", "D", "Dv"]
     if case.Hkv == case.Hq:
         names.remove("Hkv")
     if case.Dv == case.D:
         names.remove("Dv")
     ones = [n for n in names if getattr(case, n) == 1]
-    chain = [" = ".join((*ones, "1"))] if ones else []
-    return ", ".join((*chain, *(f"{n} = {getattr(case, n)}" for n in names if n not in ones)))
+    chains = [ones] if ones else []
+    for n in (n for n in names if n not in ones):
+        equal = chains and n == "Lk" and chains[-1] == ["Lq"] and case.Lk == case.Lq
+        chains = [*chains[:-1], ["Lq", "Lk"]] if equal else [*chains, [n]]
+    return ", ".join(" = ".join((*chain, str(getattr(case, chain[0])))) for chain in chains)
 
 
 def _features(case: Case) -> Iterator[str]:

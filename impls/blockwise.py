@@ -107,18 +107,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.double() if x.dtype == torch.float64 else x.float()
 
 
-class Keys(NamedTuple):
-    """A key tile: its columns, k (B Hkv, Bc, D) and v (B Hkv, Bc, Dv)."""
-
-    j: slice
-    k: Tensor
-    v: Tensor
+def _keys(x: Tensor) -> Tensor:
+    """(B, Hkv, Lk, n) as (B Hkv, Lk, n)."""
+    return _wide(x).flatten(0, 1)
 
 
-def _keys(p: Problem, k: Tensor, v: Tensor) -> list[Keys]:
-    """Every key tile."""
-    wk, wv = _wide(k).flatten(0, 1), _wide(v).flatten(0, 1)
-    return [Keys(j, wk[:, j], wv[:, j]) for j in p.key_tiles()]
+def _by_keys(p: Problem, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """For every key tile its columns, and of each tensor (B Hkv, Lk, n) the part (B Hkv, Bc, n), a view."""
+    return zip(p.key_tiles(), *(x.split(p.Bc, 1) for x in tensors), strict=False)
 
 
 class Scores(NamedTuple):
@@ -147,7 +143,7 @@ def _scores(p: Problem, q: Tensor, k: Tensor, bias: Tensor | None, i: slice, j: 
 
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(o, lse): for each query tile, one pass over the key tiles with a running maximum m and sum l (algorithm 2)."""
-    wq, wbias, keys = _wide(q), None if bias is None else _wide(bias), _keys(p, k, v)
+    wq, wk, wv, wbias = _wide(q), _keys(k), _keys(v), None if bias is None else _wide(bias)
     o = q.new_empty(p.B, p.Hq, p.Lq, v.shape[3])
     lse = wq.new_empty(p.B, p.Hq, p.Lq)
     for i in p.query_tiles():
@@ -155,7 +151,7 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) ->
         m = wq.new_full((*qi.shape[:2], 1), -math.inf)
         l = torch.zeros_like(m)
         acc = wq.new_zeros(*qi.shape[:2], v.shape[3])
-        for j, kj, vj in keys:
+        for j, kj, vj in _by_keys(p, wk, wv):
             if p.skips(i, j):
                 continue
             s = _scores(p, qi, kj, wbias, i, j).s
@@ -192,7 +188,8 @@ def _rows(p: Problem, q: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tenso
         delta = delta - dlse.unsqueeze(-1)
     safe = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
     whole = (wq, wdo, safe, delta, torch.zeros_like(wq))
-    return [Rows(i, *(p.grouped(x[:, :, i]) for x in whole)) for i in p.query_tiles()]
+    tiles = zip(*(x.split(p.Br, 2) for x in whole), strict=True)
+    return [Rows(i, *map(p.grouped, tile)) for i, tile in zip(p.query_tiles(), tiles, strict=False)]
 
 
 def backward(
@@ -201,10 +198,10 @@ def backward(
     """(dq, dk, dv, dbias): for each key tile, one pass over the query tiles (algorithm 4); accumulators stay wide."""
     wbias = None if bias is None else _wide(bias)
     rows = _rows(p, q, o, lse, do, dlse)
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    wk, wv = _keys(k), _keys(v)
+    dk, dv = torch.zeros_like(wk), torch.zeros_like(wv)
     dbias = None if wbias is None else wbias.new_zeros(wbias.shape)
-    for j, kj, vj in _keys(p, k, v):
-        dkj, dvj = torch.zeros_like(kj), torch.zeros_like(vj)
+    for j, kj, vj, dkj, dvj in _by_keys(p, wk, wv, dk, dv):
         for r in rows:
             if p.skips(r.i, j):
                 continue
@@ -225,7 +222,7 @@ def backward(
             ds = _wide(ds.to(q.dtype))
             r.dq.baddbmm_(ds, kj)
             dkj.baddbmm_(ds.mT, r.q)
-        dk[:, :, j], dv[:, :, j] = (dkj * p.scale).view(k[:, :, j].shape), dvj.view(v[:, :, j].shape)
+    dk, dv = (dk * p.scale).view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
     return _join(p, q, rows), dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
 
 

@@ -20,33 +20,81 @@ from . import register
 SDPA = Region(min_len=1, softcap=False, lse=False, lse_grad=False)
 """What its signature can say. Without keys torch gives q times 0, which is nan for an infinite q: no empty tensors."""
 FLEX = Region(min_len=1, dropout=False, backward=False, bias_grad=False, lse_grad=False)
-FLEX_CONTRACT = "torch-cpu-math,forward_only=true"
+FLEX_COMPILED = replace(
+    FLEX, backward=True, head_dims=(16, 24, 40, 64, 72, 80, 96, 128, 192, 256)
+)  # its template wants at least 16
+FLEX_CONTRACT = "torch-cpu-math,forward_only=true,nonfinite=any"
+"""nonfinite: a bfloat16 matmul of torch 2.13 on a CPU carries the NaN of one row into the row beside it (241 x 17 by 17 x 1)."""
 
 
 def _sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     """scaled_dot_product_attention by one backend; NotImplementedError where that backend declines."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if not k.shape[2]:
-        raise NotImplementedError("without keys scaled_dot_product_attention answers q times 0")
-    causal, scale = keywords["is_causal"], keywords["scale"]
-    if backend == "FLASH_ATTENTION" and q.device.type == "cpu" and causal and scale is not None and scale <= 0:
-        raise NotImplementedError("is_causal with a scale of 0 or below gives nan in the flash backend on a CPU")
+    if reason := _fault(backend, q, k, **keywords):
+        raise NotImplementedError(reason)
     q, k, v = (_rows(x) for x in (q, k, v))
     with sdpa_kernel(getattr(SDPBackend, backend)):
         try:
-            return functional.scaled_dot_product_attention(q, k, v, **keywords)
+            o = functional.scaled_dot_product_attention(q, k, v, **keywords)
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if "No available kernel" not in str(error) and "must be contiguous" not in str(error):
                 raise
             raise NotImplementedError(
                 f"the {backend} backend of scaled_dot_product_attention declines this call"
             ) from error
+    return o if backend == "MATH" or not q.is_cuda else _RowsOfGradient.apply(o)  # type: ignore[no-untyped-call]
+
+
+def _fault(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    **_: Any,
+) -> str:
+    """What is known to be wrong with such a call, seen with torch 2.13 on a CPU and 2.11 on an H200; empty if nothing is."""
+    if not k.shape[2]:
+        return "without keys scaled_dot_product_attention answers q times 0"
+    if not q.is_cuda:
+        faulty = backend == "FLASH_ATTENTION" and is_causal and scale is not None and scale <= 0
+        return "is_causal with a scale of 0 or below gives nan in the flash backend on a CPU" if faulty else ""
+    if backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION") and scale is not None and scale <= 0:
+        return f"a scale of 0 or below gives nan in the {backend} backend"
+    if backend == "CUDNN_ATTENTION" and attn_mask is not None:
+        return "the cuDNN backend answers the mean of v where a mask leaves no key, and crashes on rows not aligned to 16 bytes"
+    if backend == "EFFICIENT_ATTENTION" and dropout_p and q.dtype != torch.float32:
+        return "the memory-efficient backend rounds P once more after dropout"
+    return ""
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with adjacent elements in its last dimension, which most backends insist on; copied if they are not."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    """The tensor with adjacent elements in its last dimension, which most backends insist on; copied if they are not.
+
+    On a GPU rows must begin at 16 bytes too: the memory-efficient and cuDNN backends of torch 2.11 do not check it and die of a
+    misaligned address, which no later call in the process survives.
+    """
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    right = x.stride(-1) == 1 and (aligned or not x.is_cuda)
+    return x if right else x.clone(memory_format=torch.contiguous_format)
+
+
+class _RowsOfGradient(torch.autograd.Function):
+    """The identity, whose incoming gradient is made fit by `_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor) -> Tensor:
+        """The output itself."""
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Tensor:
+        """The gradient, copied if a kernel could not read it."""
+        return _rows(do)
 
 
 def _backend(
@@ -123,7 +171,7 @@ def flex(
         setattr(module, switch, before)
 
 
-@register(dialect="native", contract="may_leak", devices=("cuda",))
+@register(dialect="native", supports=FLEX_COMPILED, contract="may_leak", devices=("cuda",))
 def flex_compiled(
     q: Tensor,
     k: Tensor,

@@ -122,7 +122,7 @@ BLOCKWISE = (
         "dK of the last key tile is not multiplied by the scale when there is more than one",
         "an epilogue written twice, for full tiles and for the tail",
         "blockwise",
-        (("(dkj * p.scale)", "(dkj * (1.0 if 0 < j.start and j.stop == p.Lk else p.scale))"),),
+        (("(dk * p.scale)", "(dk * torch.where(torch.arange(p.Lk)[:, None] < ((p.Lk - 1) // p.Bc * p.Bc or p.Lk), p.scale, 1.0))"),),
         "value", "dk", Case(Lk=17, D=2, requires_grad="k"),
     ),
     Planted(

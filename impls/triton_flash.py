@@ -27,7 +27,7 @@ GRID_LIMIT = 65535
 @register(
     dialect="native",
     supports=Region(dropout=False),
-    contract="ieee,masked_nonfinite=may_leak,kv_tile=16,q_tile=16",
+    contract="masked_nonfinite=may_leak,kv_tile=16,q_tile=16,deterministic=o+lse+dq+dk+dv",  # dbias is summed by atomics
     triton=True,
 )
 def triton_flash(
@@ -136,6 +136,10 @@ def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
     (_, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
     width = max(_power_of_2(D, 16, 256), _power_of_2(Dv, 16, 256))
     largest = max(16, min(64, 64 * 128 // (width * (q.element_size() // 2))))
+    if q.is_cuda and q.dtype == torch.float32:
+        largest = min(
+            largest, 32
+        )  # without tensor cores a dot is unrolled into multiply-adds: compilation is cubic in this
     rows = _power_of_2(Lq, 1, largest)
     heads = _power_of_2(Hq // Hkv, 1, largest // rows)
     block_m = largest if q.is_cuda else max(16, rows * heads)

@@ -35,6 +35,9 @@ FILLED = frozenset({
 })  # fmt: skip
 
 COVERED = UNFILLED | FILLED
+_COVERED_IDS = frozenset(
+    map(id, COVERED)
+)  # asked on every operator: the hash of an operator itself is computed in Python
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,22 @@ class Allocation:
     """One guarded allocation: its bytes with margins, what it is, and where the target made it."""
 
     raw: Tensor
-    what: str
-    where: str
+    shape: torch.Size
+    dtype: torch.dtype
+    made_by: Any  # the operator
+    where: tuple[str, int]  # file and line
+
+    def __str__(self) -> str:
+        """What was allocated and where, in words."""
+        name, dtype = self.made_by.overloadpacket.__name__, str(self.dtype).removeprefix("torch.")
+        return f"{tuple(self.shape)} {dtype} by {name} made at {self.where[0]}:{self.where[1]}"
 
     def overwritten(self) -> str:
         """Which margin was written, in words; empty when both are as they were."""
-        before, after = self.raw[:MARGIN] != POISON, self.raw[-MARGIN:] != POISON
+        both = self.raw.as_strided((2, MARGIN), (len(self.raw) - MARGIN, 1))
+        if int(both.min()) == POISON:  # the largest byte there is
+            return ""
+        before, after = both != POISON
         if bool(before.any()):
             return f"{MARGIN - int(before.nonzero()[0])} bytes before its start"
         return f"{int(after.nonzero()[0])} bytes after its end" if bool(after.any()) else ""
@@ -71,10 +84,8 @@ class GuardedAllocations(TorchDispatchMode):
         return True  # otherwise torch.compile runs a compiled target eagerly while a mode is active, and we would test something else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in COVERED:
-            return self._guarded(result, func)
-        return result
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        return self._guarded(result, func) if id(func) in _COVERED_IDS else result
 
     def _guarded(self, plain: Tensor, func: Any) -> Tensor:
         if (
@@ -90,8 +101,7 @@ class GuardedAllocations(TorchDispatchMode):
         inner.set_(raw.untyped_storage(), MARGIN // plain.element_size(), plain.shape, plain.stride())
         if func in FILLED or plain.dtype == torch.bool:  # a bool of 255 is no bool
             inner.copy_(plain)
-        what = f"{tuple(plain.shape)} {str(plain.dtype).removeprefix('torch.')} by {func.overloadpacket.__name__}"
-        self.made.append(Allocation(raw, what, _caller()))
+        self.made.append(Allocation(raw, plain.shape, plain.dtype, func, _caller()))
         return inner
 
     def findings(self) -> list[Finding]:
@@ -100,14 +110,14 @@ class GuardedAllocations(TorchDispatchMode):
         for allocation in self.made:
             where = allocation.overwritten()
             if where and allocation.where not in out:
-                message = f"memory was written {where}: {allocation.what} made at {allocation.where}"
+                message = f"memory was written {where}: {allocation}"
                 out[allocation.where] = Finding("guard", "workspace", message)
         return list(out.values())
 
 
-def _caller() -> str:
-    """file:line of the innermost frame that is neither torch's nor this file's."""
+def _caller() -> tuple[str, int]:
+    """File and line of the innermost frame that is neither torch's nor this file's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown place"
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("an unknown place", 0)

@@ -29,7 +29,7 @@ POLICIES = {
     "delta": ("either", "do.o", "p.dp"),
     "dead_rows": ("zero", "nan", "mean", "any"),
     "dead_lse": ("-inf", "+inf", "any"),
-    "nonfinite": ("propagate", "ignore"),
+    "nonfinite": ("propagate", "ignore", "any"),
     "masked_nonfinite": ("must_not_leak", "may_leak"),
 }
 """The fields that are words, and the words."""
@@ -76,7 +76,7 @@ class Contract:
     rescale_slack: float = 0.0  # lazy rescaling: the running maximum may lag by this much (natural log)
     gqa_u: float = 0.0  # dK, dV rounded per query head before the sum over the group
     gqa_eta: float = 0.0
-    dkv_acc_u: float = 0.0  # dK, dV accumulators kept in a narrow format across query tiles
+    dkv_acc_u: float = 0.0  # dK, dV accumulators kept in a narrow format across the query tiles of the group
     dq_acc_u: float = 0.0
     acc_eta: float = 0.0
     dbias_u: float = 0.0  # dS rounded before it is summed over the axes that the bias broadcasts

@@ -87,6 +87,11 @@ def hypotheses(io: str) -> Iterator[Hypothesis]:
         "an exponential with relative error 1e-4", {"exp_u": 1e-4}, "use exp2 of the hardware or a longer polynomial"
     )
     yield Hypothesis("an exponential in half precision", {"exp_u": 2.0**-10}, "compute the exponential in float32")
+    yield Hypothesis(
+        "a constant written short (log2(e), ln(2), the scale)",
+        {"constant_u": 2.0**-17},
+        "write the constant to nine digits",
+    )
     yield Hypothesis("a softmax scale rounded to bfloat16", {"q_u": 2.0**-8}, "keep the scale in float32")
     yield Hypothesis(
         "an accumulator of 13 bits",

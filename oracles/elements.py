@@ -37,7 +37,6 @@ class ValueReport:
     zrms: dict[str, float] = field(default_factory=dict)
     zmax: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 def judge_problem(

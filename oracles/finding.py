@@ -43,7 +43,9 @@ class Finding:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Finding:
         """The finding that `to_json` wrote."""
-        values: dict[str, Any] = {n: (float(v) if v in ("nan", "inf", "-inf") else v) for n, v in data.items() if n != "details"}
+        values: dict[str, Any] = {
+            n: (float(v) if v in ("nan", "inf", "-inf") else v) for n, v in data.items() if n != "details"
+        }
         values["index"] = None if data["index"] is None else tuple(data["index"])
         return cls(**values, details=data["details"])
 

@@ -118,7 +118,8 @@ def _equalities(report: ValueReport, problem: Problem, given: dict[str, Array], 
 
     def inner(a: Array, b: Array) -> Array:
         """Sum of a * b over each batch entry and key head."""
-        return cast(Array, (a * b).reshape(B, Hkv, -1).sum(-1))
+        rows = (a * b).sum((-2, -1))  # (B, heads)
+        return cast(Array, rows.reshape(B, Hkv, rows.shape[1] // Hkv).sum(-1))
 
     for name, left, right in (("dv", ("dv", "v"), ("do", "o")), ("dk", ("dk", "k"), ("dq", "q"))):
         pairs = []

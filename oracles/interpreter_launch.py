@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 import warnings
@@ -19,6 +20,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
+from .. import compat
 from .interpreter_patches import Patches
 from .monitor import Monitor
 from .monitor_memory import Memory
@@ -86,7 +88,14 @@ def _poison_masked_lanes(patches: Patches, memory: Memory) -> None:
 # one launch
 
 
+@functools.cache
+def _refuse_versions_that_only_compile() -> None:
+    """Raise IncompatibleVersions: a machine with a GPU may have versions whose interpreter is broken."""
+    compat.check(gpu=False)
+
+
 def _launch(executor: Any, monitor: Monitor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _refuse_versions_that_only_compile()
     known = set(executor.arg_names)
     kwargs = {name: value for name, value in kwargs.items() if name in known}
     kernel = executor.fn.__name__

@@ -184,9 +184,9 @@ def partial_sums(
     if c.gqa_u and r.G > 1:
         error = error + c.gqa_u * (size * per_head(r, x, y) + error) + c.gqa_eta * r.G
     if c.dkv_acc_u or c.acc_eta:
-        tiles = -(-r.Lq // c.q_tile)
+        tiles = r.G * -(-r.Lq // c.q_tile)  # of every query head of the group
         total = size * (up.swapaxes(-1, -2) @ ay)
-        error = error + tiles * (c.dkv_acc_u * (total + error) + max(1.0, size) * c.acc_eta * r.G)
+        error = error + tiles * (c.dkv_acc_u * (total + error) + max(1.0, size) * c.acc_eta)
     return error
 
 

@@ -93,7 +93,7 @@ def _forward(r: Reference, c: Contract, units: _Units) -> _Forward:
     n, p2, v2 = r.n, r.p * r.p, r.v * r.v
     T = np.ceil(n / c.kv_tile)
     scores = _scores(r, c, units)
-    log_weights = scores + NU * units.low * (2 * r.s**2 + 2 * r.m**2) + units.exp * (1 + T)
+    log_weights = scores + NU * units.low * (2 * r.s**2 + 2 * r.m**2) + units.exp * (1 + T) + _constants(r, c)
     row_ties, key_ties = _ties(r)
     wild = (
         np.sqrt(log_weights.max(-1, keepdims=True, initial=0.0, where=np.broadcast_to(r.live, log_weights.shape)))
@@ -102,14 +102,20 @@ def _forward(r: Reference, c: Contract, units: _Units) -> _Forward:
     pv, pv2, o2 = r.pz @ r.av, pz2 @ v2, r.o * r.o
     o = _centred(r, p2 * log_weights) + NU * (c.p_u**2 + c.dot_u**2) * pv2
     o = o + NU * units.acc * (n / 2 * pv2 + (2 * n / 3 + 4) * o2)
-    if c.p_eta > c.ftz:
-        o = o + c.p_eta**2 / 3 * (r.kf @ v2)
+    o = o + _underflow(c, r.kf, v2, n)
     o = o + (NU * max(c.p_u, 2 * c.u) ** 2 + units.exp + units.rz) * (row_ties * (pv + r.ao)) ** 2
     if c.l_from_rounded_p:
         o = o + NU * c.p_u**2 * p2.sum(-1, keepdims=True) * o2
     o = o + NU * c.out_u**2 * o2 + c.out_eta**2 / 3 + units.rz * o2
     lse = _lse(r, c, units, scores, log_weights, p2, row_ties)
     return _Forward(scores, log_weights, lse, o, row_ties, key_ties, wild)
+
+
+def _underflow(c: Contract, pairs: Array, squares: Array, count: Array) -> Array:
+    """Variance from weights below the smallest number of their format; by the largest factor when that is only a flush to zero."""
+    if c.p_eta <= c.ftz:
+        return count * (c.ftz**2 / 3 * squares.max(initial=0.0))
+    return cast(Array, c.p_eta**2 / 3 * (pairs @ squares))
 
 
 def _scores(r: Reference, c: Contract, units: _Units) -> Array:
@@ -122,6 +128,11 @@ def _scores(r: Reference, c: Contract, units: _Units) -> Array:
     if r.bias is not None:
         v = v + NU * (2 * units.low + c.s_u**2) * r.s**2
     return cast(Array, v)
+
+
+def _constants(r: Reference, c: Contract) -> Array | float:
+    """Variance of the log of a weight from constants that are off by constant_u: exp2 of (s - m) * log2(e)."""
+    return c.constant_u**2 / 3 * (r.m - r.s) ** 2 if c.constant_u else 0.0
 
 
 def _centred(r: Reference, w: Array) -> Array:
@@ -138,6 +149,8 @@ def _lse(r: Reference, c: Contract, units: _Units, scores: Array, log_weights: A
     slope = r.p if r.g is None else r.p * r.g
     v = (p2 * log_weights).sum(-1, keepdims=True) + (scores * r.p).sum(-1, keepdims=True) * ties**2 + units.exp
     v = v + NU * units.low * (2 * r.m**2 + 3 * r.lse**2 + r.n / 2 + 4) + c.log_abs**2 / 12 + NU * c.lse_u**2 * r.lse**2
+    if c.constant_u:
+        v = v + c.constant_u**2 / 3 * ((r.p * (r.m - r.s)).sum(-1, keepdims=True) ** 2 + r.lse**2)
     if c.l_from_rounded_p:
         v = v + NU * c.p_u**2 * (p2.sum(-1, keepdims=True) + ties**2)
     if c.dot_u or c.q_u:  # the rounding of a row of q is common to its scores
@@ -153,7 +166,7 @@ def _lse(r: Reference, c: Contract, units: _Units, scores: Array, log_weights: A
 
 def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str, Array]:
     p2 = r.p * r.p
-    weights = f.scores + NU * units.low * (2 * r.s**2 + 2 * r.lse**2) + units.exp
+    weights = f.scores + NU * units.low * (2 * r.s**2 + 2 * r.lse**2) + units.exp + _constants(r, c)
     dp = _products(r, c, units)
     delta = _delta(r, c, units, f, p2, dp)
     own = _ds(r, c, units, f, p2, weights, dp)
@@ -164,12 +177,22 @@ def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str
         "dv": _hide(head, _dv(r, c, units, f, p2, weights)),
     }
     if r.bias is not None:
-        before = p2 * ((weights + f.lse) * r.t**2 + dp + delta) + NU * 6 * units.low * r.ds_bias**2
-        total = r.over_bias(before) + NU * (c.dbias_u**2 * r.over_bias(r.ds_bias**2))
+        before = p2 * ((weights + f.lse) * r.t**2 + dp) + NU * 6 * units.low * r.ds_bias**2
+        total = r.over_bias(before) + _row_errors(r, delta) + NU * (c.dbias_u**2 * r.over_bias(r.ds_bias**2))
         out["dbias"] = total + NU * (c.out_u**2 + 4 * units.low) * r.arrays["dbias"] ** 2 + c.out_eta**2 / 3
         if f.wild.any():
             out["dbias"] = np.where(r.over_bias(f.wild * r.kf) > 0, np.inf, out["dbias"])
     return out
+
+
+def _row_errors(r: Reference, delta: Array) -> Array:
+    """Variance of dbias from that of delta, whose error is common to the keys of a row and adds up where they are summed."""
+    assert r.problem.bias is not None
+    if r.problem.bias.shape[3] == r.Lk or not r.Lk:
+        return r.over_bias(r.p * r.p * delta)
+    once = np.zeros_like(r.p)
+    once[..., :1] = r.p.sum(-1, keepdims=True) ** 2 * delta
+    return r.over_bias(once)
 
 
 def _products(r: Reference, c: Contract, units: _Units) -> Array:
@@ -208,7 +231,8 @@ def _delta(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, dp:
 def _ds(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weights: Array, dp: Array) -> Array:
     """Variance of dS, apart from what lse and delta make common to a row."""
     t2 = r.t * r.t
-    w = p2 * ((weights + NU * (c.p_in_ds_u**2 + 4 * units.low)) * t2 + dp + c.dp_eta**2 / 3) + c.p_in_ds_eta**2 / 3 * t2
+    w = p2 * ((weights + NU * (c.p_in_ds_u**2 + 4 * units.low)) * t2 + dp + c.dp_eta**2 / 3)
+    w = w + max(c.p_in_ds_eta, c.ftz) ** 2 / 3 * t2
     if r.g is not None:
         tau = r.s0 / r.softcap
         w = w * r.g**2 + (r.p * r.t) ** 2 * 4 * tau**2 * (f.scores / r.softcap**2 + NU * c.tanh_u**2)
@@ -244,8 +268,7 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
     pz2 = p2 * z2
     each = pz2 * (weights + f.lse + NU * (c.p_u**2 + c.dot_u**2))
     v = each.swapaxes(-1, -2) @ do2 + NU * units.acc * r.nq / 2 * (pz2.swapaxes(-1, -2) @ do2)
-    if c.p_eta > c.ftz:
-        v = v + c.p_eta**2 / 3 * (r.kf.swapaxes(-1, -2) @ do2)
+    v = v + _underflow(c, r.kf.swapaxes(-1, -2), do2, r.nq)
     if c.p_u:
         v = v + NU * (c.p_u * f.key_ties * (r.pz.swapaxes(-1, -2) @ r.ado)) ** 2
     if c.gqa_u and r.G > 1:
@@ -258,6 +281,6 @@ def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array, weights:
     """With the rounding of partial sums, whose square is as large as the total's or as a random walk's."""
     if not c.dkv_acc_u:
         return v
-    tiles = -(-r.Lq // c.q_tile)
+    tiles = r.G * -(-r.Lq // c.q_tile)
     partial = total**2 + (weights * weights).swapaxes(-1, -2) @ squares
     return cast(Array, v + tiles * (NU * c.dkv_acc_u**2 * partial + c.acc_eta**2 / 3))

@@ -61,6 +61,8 @@ def _taint(problem: Problem, contract: Contract, wrong: dict[str, Bools]) -> Tai
     cones = {"o": at.heads(o), "lse": at.heads(softmax)[..., 0]}
     if problem.do is not None:
         cones |= _gradient_cones(problem, at, wrong, softmax, o)
+    if contract.nonfinite == "any":
+        cones = {name: np.ones_like(cone) for name, cone in cones.items()}
     return Taint(cones, at.heads(_must(problem, at, live, wrong)))
 
 

@@ -23,6 +23,7 @@ FEATURES = Case(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(cases(REGION, max_len=70))
 def test_every_drawn_case_is_within_the_limits(case):
     verdict = JUDGE.check(case)

@@ -296,6 +296,7 @@ def test_repro_prints_a_script(here, capsys):
     assert "target = module.wrong" in text and ast.parse(text)
 
 
+@pytest.mark.slow
 def test_repro_of_a_file_that_does_not_say_how_the_target_is_called_loads_it(here, capsys):
     path = save(Record("t.py:wrong", Case(Lk=2)), here / "f")
     assert run(["repro", str(path)]) == Exit.RIGHT

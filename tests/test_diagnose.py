@@ -9,15 +9,18 @@ import torch
 
 from flashproof.ci.draw import draw
 from flashproof.fuzz.case import Case
+from flashproof.fuzz.judge import Verdict
+from flashproof.fuzz.study import _on_both, wider
 from flashproof.fuzz.tensors import build
 from flashproof.impls.emulation import Arithmetic, broken, run
 from flashproof.oracles.contract import contract_for
 from flashproof.oracles.diagnose import Deviation, explain, hypotheses
 from flashproof.oracles.elements import judge_problem
 from flashproof.oracles.exact import Problem
+from flashproof.oracles.finding import Finding
 from flashproof.oracles.value import diagnose
 
-SPEC = "delta=do.o,kv_tile=16"
+SPEC = "delta=do.o,kv_tile=16,gqa_u=0"
 
 PRECISION = {
     "tf32": ("float32", "tf32", "TF32 operands"),
@@ -51,6 +54,7 @@ def test_a_precision_deviation_is_named_and_its_declaration_settles_it(name: str
     assert not [f for f in judge_problem(p, out, contract_for(spec, dtype)).findings if f.severity == "fail"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -74,6 +78,23 @@ def test_no_precision_deviation_explains_a_logic_bug(fault: str, dtype: str) -> 
             failures += 1
             assert explain(drawn.problem, out, contract_for(SPEC, dtype)) == []
     assert failures > 2
+
+
+def test_a_constant_with_too_few_digits_is_named() -> None:
+    p = draw(3, "float32", data="normal", kind="none", shortest=33).problem
+    p = replace(p, q=4 * p.q)
+    out = run(replace(p, scale=p.scale * (1 + 6e-6)), Arithmetic())
+    assert explain(p, out, contract_for(SPEC, "float32"))[0].declaration.endswith("constant_u=2^-17")
+
+
+def test_an_explanation_must_hold_for_a_larger_case_that_fails_alike() -> None:
+    finding = Finding("value", "o", "wrong")
+    tf32, p16, exp = (Deviation(label, "", "") for label in ("TF32 operands", "P cast to float16", "an exponential"))
+    smallest = Verdict(Case(), "fail", (finding,), deviations=(p16, tf32, exp))
+    large = Verdict(wider(Case()), "fail", (finding,), deviations=(exp, tf32))
+    assert _on_both(smallest, "value:o", large).deviations == (exp, tf32)
+    assert _on_both(smallest, "value:o", replace(large, deviations=())).deviations == ()
+    assert _on_both(smallest, "value:o", Verdict(wider(Case()), "pass")).deviations == (p16, tf32, exp)
 
 
 def test_a_right_answer_needs_no_explanation() -> None:

@@ -266,7 +266,9 @@ def test_gradients_that_autograd_leaves_out_of_an_empty_problem_are_zero(case: C
     fn = load(f"{FAULTY}:detached").call
     got = answer(recognise(fn), fn, build(case))
     assert got.findings == []
-    assert all(not got.outputs[f"d{n}"].any() and got.outputs[f"d{n}"].shape == getattr(build(case), n).shape for n in "qkv")
+    assert all(
+        not got.outputs[f"d{n}"].any() and got.outputs[f"d{n}"].shape == getattr(build(case), n).shape for n in "qkv"
+    )
 
 
 def test_right_answers_have_no_findings() -> None:

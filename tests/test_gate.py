@@ -103,6 +103,7 @@ def test_a_broken_file_in_the_corpus_is_told_before_anything_runs(here, capsys):
     assert "schema must be 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_time_reached_first_is_blind(here, capsys):
     assert gate("t.py:right", "--max-seconds", "1.5", "--examples", "100000") == Exit.BLIND
     assert "before the time was over" in capsys.readouterr().out
@@ -134,6 +135,7 @@ def test_the_same_seed_gives_the_same_result(here):
     assert outcomes[0] == outcomes[1] != []
 
 
+@pytest.mark.slow
 def test_the_summary_is_markdown_with_the_failures(here):
     gate("t.py:wrong_at_7", "t.py:right", "--summary", "out.md", "--examples", "60")
     text = (here / "out.md").read_text()

@@ -119,6 +119,7 @@ numpy.savez(sys.argv[3], **{k: t.numpy() for k, t in out.items()})
 """
 
 
+@pytest.mark.slow
 def test_the_fast_path_changes_no_bit_of_fp32_and_fp16_results(tmp_path):
     for who in ("ours", "stock"):
         run(_ALL_RESULTS, who, str(tmp_path / who))
@@ -143,6 +144,7 @@ def test_constants_of_the_exact_mode_do_not_leak_out(kernels):
     assert torch.equal(c, a + torch.tensor(0.1))  # 0.1 of float32
 
 
+@pytest.mark.slow
 def test_the_monitor_does_not_load_the_compiler():
     script = "import sys, torch; from flashproof.oracles.interpreter import exact\n"
     script += "with exact(): torch.ones(2).sum()\nprint('torch._dynamo' in sys.modules)"
@@ -170,6 +172,7 @@ print(torch.equal(a, c), r[:4].tolist(), monitor.violations)
 """
 
 
+@pytest.mark.slow
 def test_kernels_decorated_before_enable_are_interpreted():
     assert run(_IMPORTED_BEFORE).strip() == "True [28.0, 28.0, 7.0, 4.0] []"
 

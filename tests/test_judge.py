@@ -219,3 +219,32 @@ def test_one_in_n_is_a_function_of_the_case_and_near_its_share() -> None:
     hits = sum(one_in(8, Case(seed=n), "repeat") for n in range(800))
     assert 70 < hits < 130
     assert one_in(8, CASE, "repeat") == one_in(8, replace(CASE), "repeat")
+
+
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [
+        ("blockwise", Case(dtype="float16", Lq=64, Lk=8, bias="normal", bias_axes="q", requires_grad="b", seed=2)),
+        ("sdpa_cpu_flash", Case(dtype="bfloat16", Lk=64, bias="large", requires_grad="v", grad="scaled", seed=1)),
+    ],
+    ids=["a bias summed over keys", "weights below the smallest normal number"],
+)
+def test_errors_that_rounding_explains_are_no_warning(target: str, case: Case) -> None:
+    assert Judge(Runner(target)).check(case).findings == ()
+
+
+def test_heads_rounded_one_by_one_before_their_sum_are_right_by_default() -> None:
+    def repeated(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        groups = query.shape[1] // key.shape[1]
+        k, v = (x.repeat_interleave(groups, 1).float() for x in (key, value))
+        weights = torch.softmax(query.float() @ k.mT * query.shape[-1] ** -0.5, -1)
+        return (weights @ v).to(query.dtype)
+
+    for seed in range(5):
+        case = Case(B=2, Hq=24, Hkv=2, Lq=5, Lk=9, D=8, Dv=8, dtype="bfloat16", seed=seed)
+        assert Judge(Runner(repeated)).check(case).findings == ()
+        strict = Judge(Runner(repeated), contract="gqa_u=0").check(case)
+        assert set(strict.keys) <= {"value:dk", "value:dv", "statistical:dk", "statistical:dv"}

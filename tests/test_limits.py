@@ -62,6 +62,7 @@ def test_limits_are_zero_where_nothing_contributes() -> None:
     assert not b["dv"][:, :, 7].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_no_limit_is_nan_or_negative(dtype: str) -> None:
     menu = menu_of(Region(dtypes=(dtype,)), 64, FEATURES)
@@ -254,6 +255,7 @@ def test_a_scaled_ds_underflows_elsewhere_and_has_its_own_field() -> None:
 # What the limits are for.
 
 
+@pytest.mark.slow
 def test_no_conforming_implementation_is_rejected_on_1000_seeded_cases() -> None:
     tally: Tally = campaign(1000, first_seed=1, per_case=1)
     assert not tally.violations, [f"{name}: {drawn}: {finding}" for name, drawn, finding in tally.violations]
@@ -261,6 +263,7 @@ def test_no_conforming_implementation_is_rejected_on_1000_seeded_cases() -> None
     assert tally.tensors > 4000
 
 
+@pytest.mark.slow
 def test_every_negative_control_that_differs_is_rejected() -> None:
     missed: list[str] = []
     seen = count(60, report=missed.append)
@@ -269,6 +272,7 @@ def test_every_negative_control_that_differs_is_rejected() -> None:
         assert seen[control, "rejected"] == seen[control, "differs"] > 0.5 * seen[control, "tried"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_lost_key_among_ten_thousand_shows_in_every_dtype(dtype: str) -> None:
     p = normal(dtype, q=(1, 1, 4, 64), lk=10_000)

@@ -32,6 +32,7 @@ from flashproof.fuzz.tensors import build
 from flashproof.fuzz.values import Place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("data", DATA)
 def test_written_values_are_the_case_s_values_bit_for_bit(data, dtype):

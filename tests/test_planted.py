@@ -30,6 +30,7 @@ def test_the_correct_implementation_passes_the_stated_case(bug):
     assert verdict.status == "pass", [str(f) for f in verdict.failures]
 
 
+@pytest.mark.slow
 @STATELESS
 def test_a_larger_failing_case_shrinks_to_the_stated_one(bug):
     one, key = judge(bug.target), f"{bug.oracle}:{bug.tensor}"

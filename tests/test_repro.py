@@ -177,6 +177,7 @@ def test_a_script_exits_0_once_the_target_is_fixed(place, case, capsys):
     assert "WRONG" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_runs_where_flashproof_cannot_be_imported(place):
     done = run(place, written(place, "wrong", HARD))
     assert done.returncode == 1 and "WRONG" in done.stdout and not done.stderr
@@ -204,6 +205,7 @@ def test_an_exception_of_the_target_ends_the_script(place):
         ran(text)
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_target_ends_the_script(place):
     assert (
         run(

@@ -146,6 +146,7 @@ def test_every_field_of_a_case_varies():
         assert len({getattr(case, name) for case in default(0)}) > 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", ladders.TILES)
 def test_every_residue_of_every_tile_is_drawn(tile):
     some = decoded(0, 5000)
@@ -224,6 +225,7 @@ def test_the_simplest_case_is_the_default():
     assert minimal(lambda case: True) == Case()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [

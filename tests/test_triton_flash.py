@@ -15,6 +15,7 @@ from flashproof.fuzz.execute import Runner
 from flashproof.fuzz.judge import Judge
 from flashproof.fuzz.masks import Causal, Document, Padding, Random, Window
 from flashproof.fuzz.strategies import cases
+from flashproof.fuzz.worker import Worker
 from flashproof.impls import REGISTRY
 from flashproof.impls.triton_flash import Problem, tiles, triton_flash
 
@@ -33,17 +34,25 @@ def judge():
     return Judge(Runner("triton_flash"), DECLARED.contract, DECLARED.supports)
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    with Worker("triton_flash", device="cuda") as worker:  # in this process kernels are interpreted
+        yield Judge(worker, DECLARED.contract, DECLARED.supports)
+
+
 def check(judge, case):
     verdict = judge.check(case)
     assert verdict.status == "pass", [str(f) for f in verdict.failures]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(case=cases(DECLARED.supports, max_len=70))
 def test_every_drawn_case_is_within_the_limits_and_clean(judge, case):
     check(judge, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_all_features_together_are_within_the_limits_and_clean(judge, dtype):
     check(judge, FEATURES.but(dtype=dtype))
@@ -106,6 +115,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", COMPILED, ids=lambda w: f"{w['dtype']}-{w['D']}")
 def test_kernels_compile_without_a_gpu_and_fit_in_shared_memory(what):
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -122,8 +132,8 @@ def test_kernels_compile_without_a_gpu_and_fit_in_shared_memory(what):
 @pytest.mark.gpu
 @settings(max_examples=50)
 @given(case=cases(DECLARED.supports, max_len=300))
-def test_compiled_kernels_are_within_the_limits(case):
-    check(Judge(Runner("triton_flash", device="cuda"), DECLARED.contract, DECLARED.supports), case)
+def test_compiled_kernels_are_within_the_limits(compiled, case):
+    check(compiled, case)
 
 
 def test_dropout_is_refused_before_any_launch():

@@ -211,6 +211,15 @@ def test_a_key_that_every_row_masks_must_not_leak_unless_declared(value: float) 
     assert not judge(p, clean).findings
 
 
+def test_where_nan_may_reach_anything_a_nan_elsewhere_is_right() -> None:
+    p = normal()
+    p = replace(p, q=put(p.q, (0, 0, 3, 0), math.nan))
+    out = run(p, Arithmetic())
+    out = out | {"o": put(out["o"], (0, 0, 2, 0), math.nan)}
+    assert keys(judge(p, out)) == {"nonfinite:o"}
+    assert not keys(judge(p, out, "nonfinite=any"))
+
+
 def test_a_leak_of_one_head_into_another_is_found_even_where_leaks_are_declared() -> None:
     p = masked_key()
     out = run(p, Arithmetic())

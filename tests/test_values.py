@@ -78,6 +78,7 @@ def test_every_gradient_is_finite_in_every_dtype(grad, dtype):
     assert build(Case(**SIZES, grad=grad, dtype=dtype)).do.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 @given(case=cases(max_len=20, without=["layouts"]), sizes=st.tuples(*[st.integers(1, 12)] * 6))
 def test_a_smaller_case_keeps_the_values_of_what_remains(data, case, sizes):

@@ -44,6 +44,7 @@ def right() -> Iterator[Worker]:
         yield one
 
 
+@pytest.mark.slow
 def test_worker_gives_what_a_runner_gives(right: Worker) -> None:
     case = Case(B=2, Hq=2, Hkv=1, Lq=3, Lk=4, D=2, dtype="bfloat16")
     here, there = Runner(f"{TARGETS}/right.py:sdpa").run(case), right.run(case)
@@ -82,6 +83,7 @@ def test_a_first_case_imports_nothing_slow(tmp_path: Path) -> None:
         assert [one.run(Case(seed=n)).printed for n in range(2)] == ["\n", "\n"]
 
 
+@pytest.mark.slow
 def test_nursery_that_died_is_replaced() -> None:
     nursery.nursery().process.kill()
     nursery.nursery().process.wait()
