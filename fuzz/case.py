@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from .masks import Causal, Full, Mask, mask_from_json
@@ -129,7 +130,7 @@ class Case:
                 out[f.name] = value.to_json() if isinstance(value, Mask) else value
         return out
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Canonical JSON text: equal cases have equal keys."""
         return json.dumps(self.to_json(), sort_keys=True, allow_nan=False)

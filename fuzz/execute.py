@@ -91,6 +91,10 @@ def as_implementation(target: str | Callable[..., Any] | Implementation) -> Impl
     )
 
 
+SHOWN = 240
+"""Characters of an error message that a finding shows."""
+
+
 class Runner:
     """Runs a target in this process. `info` says what was understood; raises TargetError, ValueError or DeviceAbsent."""
 
@@ -260,7 +264,7 @@ class Runner:
 
     def _stop(self, out: Execution, error: BaseException) -> None:
         out.outputs, out.exact = {}, None
-        out.message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        out.message = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if isinstance(error, Inexpressible):
             out.status, out.message = "inexpressible", str(error)
         elif isinstance(error, REFUSALS):
@@ -276,6 +280,12 @@ class _Stopped(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def one_line(text: str) -> str:
+    """The first line of a message, at most SHOWN characters of it; the traceback has the rest."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
 def _device_is_lost(error: BaseException) -> bool:

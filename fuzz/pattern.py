@@ -68,6 +68,8 @@ def where(case: Case, tensor: str, wrong: Tensor) -> str:
     count = int(wrong.sum())
     scattered = f"at {count} of {box} elements " if count < 0.9 * box else ""
     place = " of ".join(s for s in spans if s)
+    if not place and not scattered:
+        return f"nearly everywhere ({count} of {wrong.numel()})"
     return scattered + (f"in {place}" if place else "scattered over all of it")
 
 

@@ -22,6 +22,9 @@ _LABEL = 10
 WORST = 5
 LIKELIEST = 3
 TRACE_LINES = 12
+FATAL = "Fatal Python error"
+OURS = ("/flashproof/fuzz/", "/flashproof/oracles/", "<frozen runpy>", "Extension modules:")
+"""Lines of a fatal error that say nothing about the target."""
 LEAK = (
     "NaN or Inf in keys that every row masks reaches the output, as in 0 * NaN; mask v (or skip those keys), or declare "
     "--contract masked_nonfinite=may_leak"
@@ -94,10 +97,15 @@ def _error(worst: dict[str, Any]) -> str:
 
 
 def _printed(finding: Finding) -> list[str]:
-    """The end of a traceback, or of what a dead process printed."""
+    """The end of a traceback or of what a dead process printed; of a fatal signal its own frames, newest first."""
     text = str(finding.details.get("traceback") or finding.details.get("printed") or "").rstrip()
-    lines = text.splitlines()[-TRACE_LINES:]
-    return [" " * (_LABEL + 1) + line[: WIDTH - _LABEL - 1] for line in lines]
+    lines = text.splitlines()
+    fatal = next((n for n, line in enumerate(lines) if line.startswith(FATAL)), None)
+    if fatal is None:
+        lines = lines[-TRACE_LINES:]
+    else:
+        lines = [line for line in lines[fatal:] if not any(word in line for word in OURS)][:TRACE_LINES]
+    return [" " * (_LABEL + 1) + line[: WIDTH - _LABEL - 1] for line in lines if line.strip()]
 
 
 def _deviations(verdict: Verdict) -> list[str]:
@@ -157,7 +165,8 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
     blocks = []
     for n, failure in enumerate(heads, 1):
         oracle, _, tensor = failure.key.partition(":")
-        below = [_also(f, failure, replay(f)) for f in campaign.failures if _in_a_line(f, [failure])]
+        rest = [f for f in campaign.failures if _in_a_line(f, [failure]) and not _told(f, failure)]
+        below = [_also(f, failure, replay(f)) for f in rest]
         title = f"FAILURE {n} of {len(heads)}: {tensor} ({oracle})"
         blocks.append("\n".join([failure_text(failure, replay(failure), title), *below]))
     if campaign.unshrunk:
@@ -168,7 +177,17 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
 def _in_a_line(failure: Failure, others: Sequence[Failure]) -> bool:
     """Whether a failure is told in a line below its cause: it has one among the others, and needs nothing that it does not."""
     cause = next((f for f in others if f.key == failure.behind), None)
-    return cause is not None and _features(failure.case) <= _features(cause.case)
+    return cause is not None and (_leaked(failure) or _features(failure.case) <= _features(cause.case))
+
+
+def _told(failure: Failure, cause: Failure) -> bool:
+    """Whether the block of the cause says all there is to say: the same case has both findings."""
+    return failure.case == cause.case and failure.preceding == cause.preceding and failure.key in cause.verdict.keys
+
+
+def _leaked(failure: Failure) -> bool:
+    """Whether a failure was seen after other calls only, and not tied to certain ones."""
+    return failure.fresh is False and not failure.preceding and bool(failure.behind)
 
 
 def _features(case: Case) -> set[str]:
@@ -179,6 +198,8 @@ def _features(case: Case) -> set[str]:
 def _also(failure: Failure, cause: Failure, replay: str) -> str:
     """A consequence in a line: what fails, its case as far as it differs from the cause's, the line to paste."""
     oracle, _, tensor = failure.key.partition(":")
+    if _leaked(failure):
+        return labelled("also", f"{tensor} ({oracle}): only after other calls, as above")
     shared = [p for p in parts(cause.case) if p != "forward only"]
     own = parts(failure.case)
     case = "; ".join(["the same case", *(p for p in own if p not in shared)] if set(shared) <= set(own) else own)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ SECOND_LOOK = frozenset(
     {"exact", "statistical", "identity", "repeat", "sequence", "guard", "allocation", "alias", "global-state"}
 )
 """Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
+HANG_SECONDS = 5.0
+"""Deadline of a probe while a hang is shrunk: its cases are smaller than one that had the full deadline."""
 FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias")
 
 
@@ -67,13 +70,11 @@ class Study:
             return
         self._hint(key)
         thorough = key.partition(":")[0] not in PLAIN_ORACLES
-        s = Shrinker(
-            self.book.found[key].simplest.case,
-            self._still_fails(key, thorough),
-            Budget(self._probes(key), seconds),
-            self.clock,
-        )
-        s.run()
+        hangs = key.startswith("hang:")
+        budget = Budget(self._probes(key), self.policy.slow_probes * HANG_SECONDS if hangs else seconds)
+        s = Shrinker(self.book.found[key].simplest.case, self._still_fails(key, thorough), budget, self.clock)
+        with _hurried(self.book.judge.runner) if hangs else nullcontext():
+            s.run()
         failure = self._failure(key, s, thorough)
         self.campaign.failures.append(failure)
         self.emit("shrunk", failure=failure)
@@ -86,10 +87,12 @@ class Study:
         It is told with the calls of that failure if they show it too.
         """
         entry = self.book.found[key]
-        case = leak.case.but(requires_grad="".join(g for g in "qkv" if g == key[-1]) if key.partition(":")[2][0] == "d" else "")
+        case = leak.case.but(requires_grad=_asked_for(key))
         verdict = self._run([*leak.preceding, case])
         if key in verdict.keys:
-            return replace(leak, key=key, case=case, verdict=verdict, behind=leak.key, count=entry.count, original=entry.first.case)
+            return replace(
+                leak, key=key, case=case, verdict=verdict, behind=leak.key, count=entry.count, original=entry.first.case
+            )
         return Failure(
             key, entry.simplest.case, entry.first.case, entry.simplest, entry.count,
             behind=leak.key, reproduced=(0, 1), fresh=False, shrunk=True,
@@ -229,6 +232,20 @@ def wider(case: Case) -> Case:
     return case.but(Lq=max(case.Lq, 33), Lk=max(case.Lk, 70), data="normal", **width)
 
 
+@contextmanager
+def _hurried(runner: Any) -> Iterator[None]:
+    """Within it a runner that has a deadline waits for HANG_SECONDS at most."""
+    deadline = getattr(runner, "deadline", None)
+    if deadline is None:
+        yield
+        return
+    runner.deadline = min(deadline, HANG_SECONDS)
+    try:
+        yield
+    finally:
+        runner.deadline = deadline
+
+
 def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
     """The smallest case's verdict without deviations that do not explain the larger case too, where that fails alike."""
     if key not in large.keys:
@@ -236,6 +253,12 @@ def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
     wanted = [d.label for d in large.deviations]
     both = sorted((d for d in smallest.deviations if d.label in wanted), key=lambda d: wanted.index(d.label))
     return replace(smallest, deviations=tuple(both))
+
+
+def _asked_for(key: str) -> str:
+    """The gradient that a failure of it needs: "q" for dq; empty for others."""
+    tensor = key.partition(":")[2]
+    return tensor[1] if tensor in ("dq", "dk", "dv") else ""
 
 
 def _forward_first(key: str) -> int:

@@ -154,7 +154,7 @@ def _storages(case: Case) -> list[tuple[str, ...]]:
 
 def _block(case: Case, names: tuple[str, ...], device: str, guards: bool) -> Guarded:
     shapes = [_shape(case, name) for name in names]
-    where = layouts.packed(shapes) if len(names) > 1 else [layout(getattr(case, f"layout_{names[0]}"), shapes[0])]
+    where = layouts.packed(shapes) if names[1:] else [layout(getattr(case, f"layout_{names[0]}"), shapes[0])]
     numbers = [_numbers(case, name) for name in names]
     return Guarded.hold(names, where, numbers, TORCH_DTYPES[case.dtype], device, guards)
 

@@ -57,8 +57,8 @@ class Worker:
     def run(self, case: Case, *, exact: bool = False, repeat: bool = False, deadline: float | None = None) -> Execution:
         """The execution of one case: status crashed when the child died, hung when it passed the deadline."""
         self._count += 1
-        self._write({"start": self._count, "case": case.to_json()}, sync=True)
         request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat}
+        self._write({"start": self._count, "case": request["case"]}, sync=True)
         out = self._attempt(case, request, deadline or self.deadline)
         if isinstance(out, _Killed):
             again = self._attempt(case, request, deadline or self.deadline)

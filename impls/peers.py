@@ -63,10 +63,14 @@ def _fault(
     if not q.is_cuda:
         faulty = backend == "FLASH_ATTENTION" and is_causal and scale is not None and scale <= 0
         return "is_causal with a scale of 0 or below gives nan in the flash backend on a CPU" if faulty else ""
+    if not q.numel() and backend != "MATH":
+        return "of an empty batch the memory-efficient backend dies (SIGFPE) and the cuDNN backend returns None"
     if backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION") and scale is not None and scale <= 0:
         return f"a scale of 0 or below gives nan in the {backend} backend"
     if backend == "CUDNN_ATTENTION" and attn_mask is not None:
         return "the cuDNN backend answers the mean of v where a mask leaves no key, and crashes on rows not aligned to 16 bytes"
+    if backend == "EFFICIENT_ATTENTION" and attn_mask is not None and attn_mask.data_ptr() % 16:
+        return "the memory-efficient backend crashes on a mask that is not aligned to 16 bytes"
     if backend == "EFFICIENT_ATTENTION" and dropout_p and q.dtype != torch.float32:
         return "the memory-efficient backend rounds P once more after dropout"
     return ""
@@ -139,12 +143,24 @@ sdpa_cpu_flash = _backend(
 
 
 sdpa_flash = _backend(
-    "sdpa_flash", "FLASH_ATTENTION", None, "torch-cuda-flash", ("cuda",), "torch SDPA, FlashAttention backend"
+    "sdpa_flash",
+    "FLASH_ATTENTION",
+    None,
+    "torch-cuda-flash,deterministic=o",
+    ("cuda",),
+    "torch SDPA, FlashAttention backend",
 )
 sdpa_efficient = _backend(
-    "sdpa_efficient", "EFFICIENT_ATTENTION", None, "efficient", ("cuda",), "torch SDPA, memory-efficient backend"
+    "sdpa_efficient",
+    "EFFICIENT_ATTENTION",
+    None,
+    "efficient,deterministic=o",
+    ("cuda",),
+    "torch SDPA, memory-efficient backend",
 )
-sdpa_cudnn = _backend("sdpa_cudnn", "CUDNN_ATTENTION", None, "cudnn", ("cuda",), "torch SDPA, cuDNN backend")
+sdpa_cudnn = _backend(
+    "sdpa_cudnn", "CUDNN_ATTENTION", None, "cudnn,deterministic=o", ("cuda",), "torch SDPA, cuDNN backend"
+)
 
 
 @register(dialect="native", supports=FLEX, contract=FLEX_CONTRACT, devices=("cpu",))
@@ -186,6 +202,10 @@ def flex_compiled(
     """torch's FlexAttention, compiled to Triton kernels: a compilation for every new mask, bias or softcap."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if min(q.shape[3], v.shape[3]) < 16:
+        raise NotImplementedError(
+            f"compiled FlexAttention takes head dims from 16, got D={q.shape[3]}, Dv={v.shape[3]}"
+        )
     return _flex(torch.compile(flex_attention, dynamic=False), q, k, v, mask, bias, scale, softcap, return_lse)
 
 

@@ -99,7 +99,7 @@ BLOCKWISE = (
                 REMEMBER + "@dataclass(frozen=True)\nclass Problem:",
             ),
         ),
-        "value", "lse", FORWARD.but(sequence="scale"),
+        "value", "o", FORWARD.but(Lk=2, sequence="scale"),  # o, since not every target returns lse; one key has weight 1
     ),
     Planted(
         "softcap_derivative",
@@ -218,7 +218,7 @@ TRITON = (
         "gradients of a sum or of a transpose are not contiguous",
         "triton_flash",
         (("do, *at[3], lse, delta, dk", "do, *o.stride(), lse, delta, dk"),),
-        "memory", "DO", Case(Dv=2, layout_do="strided", requires_grad="v"),
+        "memory", "DO", Case(Dv=2, layout_do="strided", requires_grad="q"),  # both kernels run whatever is asked for
     ),
     Planted(
         "dv_strides",

@@ -146,7 +146,8 @@ def _live_sum(problem: Problem) -> float:
 def _equal(report: ValueReport, name: str, rule: str, left: tuple[Array, ...], right: tuple[Array, ...]) -> None:
     error = np.abs(left[0] - right[0])
     limit = left[1] + right[1] + 2.0**-44 * (left[2] + right[2])
-    ratio = excess(error, np.zeros_like(error), limit)
+    finite = np.isfinite(limit)  # an element that is not finite was judged by itself
+    ratio = np.where(finite, excess(error, np.zeros_like(error), limit), 0.0)
     if not ratio.size or not (ratio > 1.0).any():
         return
     at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))

@@ -124,7 +124,7 @@ def _patch_language_once(patches: Patches) -> None:
 def _cache_types(patches: Patches) -> None:
     block_init = tl.block_type.__init__
     blocks: dict[Any, dict[str, Any]] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}  # by the name of the type, which holds the shape
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         try:
@@ -144,10 +144,10 @@ def _cache_types(patches: Patches) -> None:
         self.handle = handle
         self.type = type
         self.dtype = type.scalar
-        shape = tuple(type.shape) if self.dtype is not type else ()
-        known = shapes.get(shape)
+        known = shapes.get(type.name)
         if known is None:
-            known = shapes[shape] = (
+            shape = tuple(type.shape) if self.dtype is not type else ()
+            known = shapes[type.name] = (
                 tl.core.constexpr(int(np.prod(shape))),
                 tl.core.tuple([tl.core.constexpr(n) for n in shape]),
             )
@@ -185,7 +185,8 @@ def _cache_checks(patches: Patches) -> None:
     def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype = data, dtype
         self.attr = {} if attr is None else attr
-        self.__post_init__()
+        if (data.dtype, dtype.name) not in sound:
+            self.__post_init__()
 
     patches.set(interp, "_get_np_dtype", np_dtype)
     patches.set(interp, "_validate_np_data_size", validate_size)

@@ -2,8 +2,8 @@
 
 Triton's semantic layer promotes and broadcasts both operands of every `+`, `<` or `where` before the interpreter calls one numpy
 function, which broadcasts by itself. Here the outcome of the matching depends on the two types alone and is remembered; an operand
-keeps its small array and only gets the broadcast type. Whatever is not plain (mixed dtypes, float8, ranks that differ, errors) goes
-Triton's own way.
+keeps its small array and only gets the broadcast type. Integers of two widths (a stride and an index) are widened here too. Whatever
+is not plain (other mixed dtypes, float8, ranks that differ, errors) goes Triton's own way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _FLOATS = frozenset({"fp16", "bf16", "fp32", "fp64"})
 
 
 class _Match(NamedTuple):
-    """The types that the operands get; None: they keep their own."""
+    """The types that the operands get, None: they keep their own; and whose integers are converted to that type."""
 
     left: Any
     right: Any
+    convert_left: bool = False
+    convert_right: bool = False
 
 
 _constants: dict[Any, Any] = {}
@@ -56,10 +58,10 @@ def apply(patches: Patches) -> None:
             match = matches[key] if key in matches else matches.setdefault(key, _match(lhs.type, rhs.type, *flags))
             if match is None:
                 return match_slowly(self, lhs, rhs, *flags)
-            left, right = match
+            left, right, convert_left, convert_right = match
             return (
-                lhs if left is None else tl.tensor(lhs.handle, left),
-                rhs if right is None else tl.tensor(rhs.handle, right),
+                lhs if left is None else _with_type(self, lhs, left, convert_left),
+                rhs if right is None else _with_type(self, rhs, right, convert_right),
             )
         if type(lhs) is tl.tensor and (constant := _constant(self, rhs, lhs.type, div_or_mod)) is not None:
             return lhs, constant
@@ -92,9 +94,20 @@ def _skip_what_changes_nothing(patches: Patches) -> None:
     patches.set(interp.InterpreterBuilder, "create_expand_dims", create_expand_dims)
 
 
+def _with_type(semantic: Any, x: Any, type_: Any, convert: bool) -> Any:
+    handle = semantic.builder.create_int_cast(x.handle, type_, type_.scalar.is_int_signed()) if convert else x.handle
+    return tl.tensor(handle, type_)
+
+
 def _match(lhs: Any, rhs: Any, lhs_ptr: bool, rhs_ptr: bool, arithmetic: bool, divides: bool) -> _Match | None:
-    """How two operand types become one shape; None where dtypes must be converted or Triton must complain."""
+    """How two operand types become one shape; None where Triton has to convert other dtypes or to complain."""
     left, right = lhs.scalar, rhs.scalar
+    if arithmetic and _differ_in_width(left, right):
+        wide = left if left.int_bitwidth > right.int_bitwidth else right
+        shape = _common_shape(_shape(lhs), _shape(rhs))
+        if shape is None:
+            return None
+        return _Match(_formed(lhs, wide, shape), _formed(rhs, wide, shape), left is not wide, right is not wide)
     if left.is_ptr() or right.is_ptr():
         plain = (lhs_ptr and left.is_ptr() and right.is_int()) or (rhs_ptr and right.is_ptr() and left.is_int())
     else:
@@ -103,7 +116,21 @@ def _match(lhs: Any, rhs: Any, lhs_ptr: bool, rhs_ptr: bool, arithmetic: bool, d
     shape = _common_shape(_shape(lhs), _shape(rhs)) if plain else None
     if shape is None:
         return None
-    return _Match(_widened(lhs, shape), _widened(rhs, shape))
+    return _Match(_formed(lhs, left, shape), _formed(rhs, right, shape))
+
+
+def _differ_in_width(left: Any, right: Any) -> bool:
+    """Two integer types of one signedness, neither of them int1: the wider one is that of the result."""
+    if not (left.is_int() and right.is_int()) or left.int_signedness != right.int_signedness:
+        return False
+    return 1 not in (left.int_bitwidth, right.int_bitwidth) and left.int_bitwidth != right.int_bitwidth
+
+
+def _formed(type_: Any, scalar: Any, shape: tuple[int, ...]) -> Any:
+    """The type with that scalar and shape; None where it has both."""
+    if type_.scalar is scalar and _shape(type_) == shape:
+        return None
+    return tl.block_type(scalar, list(shape)) if shape else scalar
 
 
 def _shape(type_: Any) -> tuple[int, ...]:
@@ -116,10 +143,6 @@ def _common_shape(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, .
     if len(left) != len(right) or any(n != m and 1 not in (n, m) for n, m in zip(left, right, strict=True)):
         return None
     return tuple(max(n, m) for n, m in zip(left, right, strict=True))
-
-
-def _widened(type_: Any, shape: tuple[int, ...]) -> Any:
-    return None if _shape(type_) == shape else tl.block_type(type_.scalar, list(shape))
 
 
 def _constant(semantic: Any, value: Any, like: Any, divides: bool) -> Any:

@@ -346,3 +346,16 @@ def test_dropout_of_a_case_is_judged_with_and_without_its_mask() -> None:
     assert not judge_values(inputs, out, contract_for(), generic=True).findings
     assert not judge_values(inputs, out, contract_for(), generic=True, dropout_known=False).findings
     assert "value:o" in keys(judge_values(inputs, plain, contract_for(), generic=True))
+
+
+def test_what_may_overflow_in_float16_promises_no_identity_under_unknown_dropout():
+    case = Case(Lk=3, Dv=2, dtype="float16", dropout=0.5, data="large", requires_grad="qk")
+    inputs = build(case)
+    o, dq = torch.zeros(1, 1, 1, 2, dtype=torch.float16), torch.zeros(1, 1, 1, 1, dtype=torch.float16)
+    dk = torch.full((1, 1, 3, 1), -math.inf, dtype=torch.float16)
+    found = {}
+    for value in (-math.inf, math.nan):
+        outputs = {"o": o, "dq": dq, "dk": dk.fill_(value)}
+        report = judge_values(inputs, outputs, contract_for("", "float16"), generic=False, dropout_known=False)
+        found[value] = {f.key for f in report.findings} & {"identity:dk", "nonfinite:dk"}
+    assert list(found.values()) == [set(), {"nonfinite:dk"}]
