@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def hunted(
         progress(event)
 
     ignored = probed(session)
+    gc.freeze()  # what is imported by now stays: searching it for garbage takes a tenth of a hunt
     campaign = hunt(
         session.judge,
         session.region,

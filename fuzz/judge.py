@@ -119,6 +119,7 @@ def _counts(finding: Finding, contract: Contract) -> bool:
 def _endings(case: Case, execution: Execution, region: Region | None) -> list[Finding]:
     """Findings of a run that gave no outputs."""
     message = execution.message
+    name, _, rest = (part.strip() for part in message.partition(":"))
     match execution.status:
         case "refused":
             inside = region is not None and not region.refuses(case)
@@ -127,14 +128,16 @@ def _endings(case: Case, execution: Execution, region: Region | None) -> list[Fi
             )
         case "raised":
             return [
-                Finding("exception", message.partition(":")[0], message, details={"traceback": execution.traceback})
+                Finding(
+                    "exception", name, rest or "raised without a message", details={"traceback": execution.traceback}
+                )
             ]
         case "crashed":
             return [
                 Finding(
                     "crash",
-                    message.partition(":")[0],
-                    f"the process died: {message}",
+                    name,
+                    f"the process died: {rest}" if rest else "the process died",
                     details={"printed": execution.printed},
                 )
             ]

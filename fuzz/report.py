@@ -104,7 +104,9 @@ def _printed(finding: Finding) -> list[str]:
     if fatal is None:
         lines = lines[-TRACE_LINES:]
     else:
-        lines = [line for line in lines[fatal:] if not any(word in line for word in OURS)][:TRACE_LINES]
+        current = next((n for n, line in enumerate(lines) if line.startswith("Current thread")), fatal)
+        frames = [line for line in lines[current:] if not any(word in line for word in OURS)]
+        lines = [lines[fatal], *frames][:TRACE_LINES]
     return [" " * (_LABEL + 1) + line[: WIDTH - _LABEL - 1] for line in lines if line.strip()]
 
 

@@ -14,13 +14,12 @@ from itertools import combinations
 from typing import Any
 
 from .case import SIZES, Case
-from .masks import BlockSparse, Full, Mask, Random
+from .masks import BlockSparse, Mask, Random
 from .simpler import (
     DEFAULT,
     FEATURES,
     LAYOUT_FIELDS,
     ORDERED,
-    PLAIN_MASKS,
     edges,
     heads,
     resets,
@@ -292,7 +291,7 @@ def size_for_feature(s: Shrinker) -> None:
 
 
 def other_kinds(s: Shrinker) -> None:
-    """Another value of a named field, or another plain mask, at the smallest sizes: fewer numbers beat a plainer name."""
+    """Another value of a named field at the smallest sizes: fewer numbers beat a plainer name."""
     ones = dict.fromkeys(SIZES, 1)
     for changes in _other_kinds(s.best):
         if any(s.takes(**changes, **{**ones, **shape}) for shape in ({}, *TINY)):
@@ -303,8 +302,6 @@ def _other_kinds(case: Case) -> Iterator[Mapping[str, Any]]:
     for name, order in ORDERED.items():
         if name in OTHERWISE and getattr(case, name) != order[0]:
             yield from ({name: v} for v in order[1:] if v != getattr(case, name))
-    if case.mask != Full():
-        yield from ({"mask": m} for m in PLAIN_MASKS if m != case.mask)
 
 
 def lower_pairs(s: Shrinker) -> None:

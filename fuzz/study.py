@@ -163,8 +163,11 @@ class Study:
         seen = sum(key in self.book.judge.again(case).keys for _ in range(times))
         if not callable(getattr(self.book.judge.runner, "restart", None)):
             return replace(failure, reproduced=(seen, times))
-        fresh = self._fresh([case], key)
+        self.emit("shrinking", text=f"{key} in a new process")
+        verdict = self._run([case])
+        fresh = key in verdict.keys
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
+        failure = replace(failure, verdict=verdict) if fresh and not times else failure  # with the full deadline
         if fresh or seen < times:
             return failure
         self.leak = self._with_calls_before(failure)

@@ -43,4 +43,8 @@ def limits(reference: Reference, contract: Contract, *, backward: bool = True, c
         b |= gradients
         loose |= unconstrained
     # Where the limit itself overflows (scores near finfo(float64).min: inf * 0) nothing is promised.
-    return Limits({n: np.where(np.isnan(x), np.inf, x) for n, x in b.items()}, loose)
+    b = {n: np.where(np.isnan(x), np.inf, x) for n, x in b.items()}
+    for name, limit in b.items():
+        if limit.max(initial=0.0) == np.inf:
+            loose[name] = np.isinf(limit) | loose.get(name, False)
+    return Limits(b, loose)

@@ -56,7 +56,9 @@ def test_conforming_controls_are_never_rejected() -> None:
         for seed in range(20):
             drawn = draw(7_000_000 + 131 * seed, ("float32", "bfloat16", "float16")[seed % 3])
             report = judge_problem(
-                drawn.problem, run(drawn.problem, arithmetic), contract_for("delta=do.o,kv_tile=16,gqa_u=0", drawn.dtype)
+                drawn.problem,
+                run(drawn.problem, arithmetic),
+                contract_for("delta=do.o,kv_tile=16,gqa_u=0", drawn.dtype),
             )
             assert not report.findings, str(drawn)
 

@@ -121,7 +121,7 @@ def test_the_first_lines_say_what_was_understood(here, capsys):
         "keywords is_causal, scale",
         "lacks attn_mask",
         "none declared",
-        "may_leak",
+        "contract default; dead rows give zeros; NaN in masked keys may leak",
         "cpu",
         "torch",
         "no lse",

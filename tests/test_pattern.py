@@ -178,3 +178,8 @@ def test_the_explanation_joins_place_and_factor() -> None:
     assert text.startswith(
         "lse wrong everywhere; o, dq, dk and dv right; lse: got is 1.443 times want: it looks like base 2"
     )
+
+
+def test_a_factor_of_one_explains_nothing() -> None:
+    want = torch.linspace(1, 2, 24, dtype=torch.float64).reshape(1, 2, 3, 4)
+    assert factor(CASE, "o", want * 1.005, want, torch.ones_like(want, dtype=torch.bool)) == ""

@@ -56,7 +56,8 @@ def text(**changes: Any) -> str:
         "40 of 260 elements; the worst",
         "[0, 1, 64, 4] 4.113 0.082 4 0.0045",
         "forward right; dk wrong in the last key (64)",
-        "dk wrong in the last key tile of kv heads >= 1; 17 cases failed so",
+        "seed 4711; 17 cases failed so",
+        "there forward right; dk wrong in the last key tile of kv heads >= 1",
         "Lk = 64 passes, 65 fails, 128 passes",
         "fails 3 of 3 times, in a new process too",
         "consistent with TF32 operands; declare --contract tf32, or change the code: use input_precision='ieee'; still a failure",
@@ -144,18 +145,75 @@ def test_a_leak_of_masked_values_says_what_settles_it() -> None:
     "words",
     [
         "120: 110 accepted, 8 refused, 2 inexpressible; 2.0 s; seed 3",
-        "failure at case 12, after 0.4 s",
+        "first failure at case 12 after 0.4 s",
         "ValueError: no softcap (8)",
         "learnt from refusals: no softcap",
         "statistical o (2)",
-        "o 41% of the limit in right answers",
-        "0.50 s: bfloat16, B = 2",
-        "softcap 0 8 0",
+        "never accepted: softcap",
         "FAIL: 1 distinct failure (exit 1)",
     ],
 )
 def test_the_summary_says(words: str) -> None:
     assert words in " ".join(summary(CAMPAIGN).split())
+
+
+def test_the_summary_is_short() -> None:
+    assert len(summary(CAMPAIGN).splitlines()) <= 8
+
+
+def test_a_pass_says_how_close_it_was() -> None:
+    assert "o 41% of the limit" in " ".join(summary(replace(CAMPAIGN, failures=[])).split())
+
+
+ALIKE = replace(
+    FAILURE, key="value:dv", case=CASE.but(requires_grad="v"), verdict=Verdict(CASE, "fail", (replace(FINDING, tensor="dv"),)),
+    behind="value:dk",
+)  # fmt: skip
+
+
+def campaign_text(*failures: Failure) -> str:
+    return failures_text(replace(CAMPAIGN, failures=list(failures)), lambda _: REPLAY)
+
+
+def test_a_consequence_is_a_line_below_its_cause() -> None:
+    told = campaign_text(FAILURE, ALIKE)
+    assert told.count("FAILURE") == 1
+    assert "also     dv (value): float32, B = Hq = Lq = D = 1, Lk = 65; gradients of v only" in told
+
+
+def test_a_consequence_says_only_how_its_case_differs() -> None:
+    forward = replace(FAILURE, case=CASE.but(requires_grad=""), key="value:o")
+    told = campaign_text(forward, replace(ALIKE, behind="value:o"))
+    assert f"also     dv (value): the same case; gradients of v only; {REPLAY}" in told
+
+
+def test_a_consequence_that_needs_more_has_a_block_of_its_own() -> None:
+    told = campaign_text(FAILURE, replace(ALIKE, case=ALIKE.case.but(softcap=2.0)))
+    assert told.count("FAILURE") == 2
+    assert "behind   the same case fails value:dk" in told
+
+
+def test_what_the_block_says_already_is_not_said_again() -> None:
+    both = Verdict(CASE, "fail", (FINDING, replace(FINDING, tensor="dv")))
+    told = campaign_text(replace(FAILURE, verdict=both), replace(ALIKE, case=CASE, verdict=both))
+    assert "also" not in told
+
+
+def test_a_failure_seen_only_in_a_used_process_is_told_as_such() -> None:
+    told = campaign_text(FAILURE, replace(ALIKE, case=ALIKE.case.but(softcap=2.0), fresh=False))
+    assert "also     dv (value): only after other calls, as above" in told
+
+
+def test_a_fatal_signal_shows_the_frames_of_the_target() -> None:
+    printed = "\n".join(
+        ["noise", "Fatal Python error: Segmentation fault", "", "Thread 1 (most recent call first):", '  File "threading.py"',
+         "Current thread 2 (most recent call first):", '  File "kernel.py", line 16 in attention',
+         '  File "/x/flashproof/fuzz/execute.py", line 178 in _sequence', "Extension modules: numpy"]
+    )  # fmt: skip
+    died = Finding("crash", "SIGSEGV", "the process died", details={"printed": printed})
+    block = failure_block(Verdict(CASE, "fail", (died,)))
+    assert "line 16 in attention" in block
+    assert not any(word in block for word in ("noise", "threading", "execute.py", "Extension"))
 
 
 def test_a_pass_says_how_much_was_right() -> None:

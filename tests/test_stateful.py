@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.shrink import Budget
-from flashproof.fuzz.stateful import preceding
+from flashproof.fuzz.stateful import as_sequence, preceding, together
 
 CASE = Case(Lq=4, requires_grad="")
 BEFORE = [Case(Lq=2, Lk=n, D=3, dtype="bfloat16" if n == 9 else "float32", seed=n) for n in range(1, 21)]
@@ -53,3 +53,21 @@ def test_processes_are_started_sparingly() -> None:
     found = preceding(CASE, BEFORE, fails, Budget(probes=9, seconds=60))
     assert len(asked) <= 9
     assert after_bfloat16([*found, CASE])
+
+
+def test_a_call_sequence_is_preferred_where_one_shows_the_failure() -> None:
+    case = Case(Lk=4, D=3, requires_grad="")
+    found = as_sequence(case, lambda run: run[-1].sequence == "mask" and run[-1].Lk > 1)
+    assert found == Case(Lk=2, requires_grad="", sequence="mask")
+
+
+def test_a_failure_that_no_call_sequence_shows_has_none() -> None:
+    assert as_sequence(CASE, lambda run: len(run) > 1) is None
+
+
+def test_cases_before_shrink_together_with_the_case() -> None:
+    def fails(run: Sequence[Case]) -> bool:
+        return len(run) > 1 and run[0].Lk == run[-1].Lk >= 2 and run[0].dtype == "bfloat16"
+
+    case, before = together(Case(Lk=9, D=3), [Case(Lk=9, D=3, dtype="bfloat16")], fails)
+    assert (case, before) == (Case(Lk=2, requires_grad=""), (Case(Lk=2, dtype="bfloat16"),))

@@ -22,6 +22,10 @@ def test_a_last_key_tile_reads_as_a_person_would_write_it() -> None:
     assert sentence(Case(Lk=17, requires_grad="")) == "float32, B = Hq = Lq = D = 1, Lk = 17; forward only"
 
 
+def test_equal_lengths_are_said_once() -> None:
+    assert sentence(Case(Lq=2, Lk=2)) == "float32, B = Hq = D = 1, Lq = Lk = 2"
+
+
 def test_key_heads_and_value_width_are_said_where_they_differ() -> None:
     assert sentence(Case(Hq=4, Hkv=2, D=3, Dv=1)) == "float32, B = Lq = Lk = Dv = 1, Hq = 4, Hkv = 2, D = 3"
 
