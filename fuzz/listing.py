@@ -101,4 +101,5 @@ def table(name: str) -> str:
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     widths[1:-1] = [min(w, MIDDLE) for w in widths[1:-1]]
     widths[-1] = WIDTH - sum(w + 2 for w in widths[:-1])
-    return tabulate(rows, headers=columns, maxcolwidths=widths, disable_numparse=True)
+    text: str = tabulate(rows, headers=columns, maxcolwidths=widths, disable_numparse=True)
+    return text

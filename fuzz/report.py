@@ -40,7 +40,7 @@ def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
     rows = [
         ("where", failure.pattern),
         ("first in", _first_seen(failure)),
-        ("there", failure.original_pattern if failure.original_pattern != failure.pattern else ""),
+        ("there", _there(failure)),
         ("passes", "; ".join(n.words for n in failure.nearest)),
         ("repeats", repeats(failure)),
         ("shrunk", "" if failure.shrunk else "not to the end; a smaller case may exist"),
@@ -125,6 +125,12 @@ def _first_seen(failure: Failure) -> str:
     return sentence(failure.original) + more
 
 
+def _there(failure: Failure) -> str:
+    """Where the first case was wrong, if that says more than the smallest one."""
+    first, smallest = (text.replace(" everywhere", "") for text in (failure.original_pattern, failure.pattern))
+    return failure.original_pattern if first != smallest else ""
+
+
 def repeats(failure: Failure) -> str:
     """How often the case fails when it is run again."""
     seen, times = failure.reproduced
@@ -176,10 +182,15 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
     return "\n\n".join(blocks)
 
 
+INHERENT = {"sequence": "sequence", "bias": "dbias"}
+"""Features that every case of an oracle or tensor has."""
+
+
 def _in_a_line(failure: Failure, others: Sequence[Failure]) -> bool:
     """Whether a failure is told in a line below its cause: it has one among the others, and needs nothing that it does not."""
     cause = next((f for f in others if f.key == failure.behind), None)
-    return cause is not None and (_leaked(failure) or _features(failure.case) <= _features(cause.case))
+    inherent = {word for word, name in INHERENT.items() if name in failure.key.split(":")}
+    return cause is not None and (_leaked(failure) or _features(failure.case) - inherent <= _features(cause.case))
 
 
 def _told(failure: Failure, cause: Failure) -> bool:

@@ -45,7 +45,7 @@ class Study:
     """The first failure that needs calls before it: what fails only in a used process is then its consequence."""
 
     def run(self) -> None:
-        """Shrink and study one failure after the other, those of the forward pass first, as far as the policy allows."""
+        """Shrink and study one failure after the other, the most telling first, as far as the policy allows."""
         end = self.clock() + self.policy.shrink_seconds
         done: list[str] = []
         while len(done) < self.policy.distinct:
@@ -53,7 +53,7 @@ class Study:
             if not left:
                 return
             ahead = min(len(left), self.policy.distinct - len(done))
-            done.append(min(left, key=_forward_first))
+            done.append(min(left, key=_promising))
             self._one(done[-1], max((end - self.clock()) * 2 / (1 + ahead), 1.0))
 
     def _implied(self, key: str) -> bool:
@@ -108,7 +108,8 @@ class Study:
         """Ask first whether the smallest cases of earlier failures, with a backward pass, show this one too."""
         for failure in self.campaign.failures:
             for letters in {"qkv", self.book.found[key].simplest.case.requires_grad}:
-                self.book.check(failure.case.but(requires_grad=letters.replace("b", "")))
+                asked = letters if failure.case.bias else letters.replace("b", "")
+                self.book.check(failure.case.but(requires_grad=asked))
 
     def _still_fails(self, key: str, thorough: bool) -> Callable[[Case], bool]:
         def fails(case: Case) -> bool:
@@ -288,14 +289,20 @@ def arranged(failures: Sequence[Failure]) -> list[Failure]:
 
 def _telling(failure: Failure) -> tuple[object, ...]:
     """Order of failures: plain mistakes, then those that are seen from a second call or run; outputs before gradients."""
-    oracle = failure.key.partition(":")[0]
-    return (oracle in SECOND_LOOK, _forward_first(failure.key), size(failure.case))
+    return (*_promising(failure.key), failure.key.startswith("dead-row:"), size(failure.case))
+
+
+def _promising(key: str) -> tuple[bool, int]:
+    """Order of keys by how much their failures tell."""
+    return (key.partition(":")[0] in SECOND_LOOK, _forward_first(key))
 
 
 def described(verdict: Verdict, only: str = "") -> str:
     """Where the outputs of a verdict (or one of them) are wrong and by what factor; empty where no values are compared."""
     report, execution = verdict.report, verdict.execution
     if report is None or execution is None or not report.wrong or not execution.outputs:
+        return ""
+    if only not in ("", *report.wrong):
         return ""
     want: Any = {} if verdict.case.dropout else Reference(Problem.of(build(verdict.case))).outputs()
     got = {t: x for t, x in execution.outputs.items() if t in report.budget or t in report.wrong}

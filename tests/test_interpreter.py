@@ -128,6 +128,15 @@ def test_the_fast_path_changes_no_bit_of_fp32_and_fp16_results(tmp_path):
     assert [n for n in stock if ours[n].tobytes() != stock[n].tobytes()] == []
 
 
+def test_integers_of_two_widths_are_multiplied_in_the_wider_one(kernels):
+    rows, stride = torch.tensor([1, -(2**20), 2**30, 7], dtype=torch.int32), torch.tensor([2**20 + 1])
+    c = torch.empty(4, 4, dtype=torch.int64)
+    with interpreter.monitored() as monitor:
+        kernels.offsets[(1,)](rows, stride, c, 4)
+    assert torch.equal(c, rows.long()[:, None] * stride + torch.arange(4))
+    assert interpreter.findings(monitor, {}) == []
+
+
 def test_a_constant_keeps_the_sign_of_zero(kernels):
     c = torch.ones(2)
     kernels.zeros[(1,)](c, -0.0)

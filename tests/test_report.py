@@ -205,11 +205,15 @@ def test_a_failure_seen_only_in_a_used_process_is_told_as_such() -> None:
 
 
 def test_a_fatal_signal_shows_the_frames_of_the_target() -> None:
-    printed = "\n".join(
-        ["noise", "Fatal Python error: Segmentation fault", "", "Thread 1 (most recent call first):", '  File "threading.py"',
-         "Current thread 2 (most recent call first):", '  File "kernel.py", line 16 in attention',
-         '  File "/x/flashproof/fuzz/execute.py", line 178 in _sequence', "Extension modules: numpy"]
-    )  # fmt: skip
+    printed = """noise
+Fatal Python error: Segmentation fault
+
+Thread 1 (most recent call first):
+  File "threading.py", line 982 in run
+Current thread 2 (most recent call first):
+  File "kernel.py", line 16 in attention
+  File "/x/flashproof/fuzz/execute.py", line 178 in _sequence
+Extension modules: numpy"""
     died = Finding("crash", "SIGSEGV", "the process died", details={"printed": printed})
     block = failure_block(Verdict(CASE, "fail", (died,)))
     assert "line 16 in attention" in block

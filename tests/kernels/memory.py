@@ -268,3 +268,10 @@ def arithmetic(A, B, O, F: tl.constexpr):
     tl.store(tile + 512, (((n * 3 + i[:, None]) % 5) ^ (n & 6) | (j[None, :] >> 1)).to(tl.float32))
     x = tl.dot(x.to(F), tl.trans(x).to(F), input_precision="ieee")
     tl.store(O + 640 + i[:, None] * 16 + i[None, :], x + tl.cumsum(x, 1) * 0.5)
+
+
+@triton.jit
+def offsets(ROWS, STRIDE, C, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    rows, stride = tl.load(ROWS + i), tl.load(STRIDE)  # int32 (N, 1) and an int64 number
+    tl.store(C + i * N + j, rows * stride + j)
