@@ -21,6 +21,7 @@ from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
 from .repro import script
 from .session import Session, header, opened, resolved_lines
+from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 from .words import sentence
 
 DEFAULT_SECONDS = 60.0
@@ -132,8 +133,8 @@ def fuzz(
     with opened(target, options) as session:
         _say(header(session))
         outcome = hunted(session, Budget(examples, seconds, seed), save)
-    write_json(json_file, [outcome])
     _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
+    write_json(json_file, [outcome])
     return outcome.code
 
 
@@ -201,9 +202,13 @@ def _files(path: Path) -> list[Path]:
 def read(path: Path) -> Record:
     """The record of a case file; Stop says what is wrong with it."""
     try:
-        return load(path)
+        record = load(path)
     except CorpusError as e:
         raise Stop(str(e)) from None
+    needed = max(oracle_bytes(c) for c in (record.case, *record.preceding))
+    if needed > MAX_ORACLE_BYTES:
+        raise Stop(f"{path}: a case must need at most {MAX_ORACLE_BYTES} bytes to judge, got one that needs {needed}")
+    return record
 
 
 def _counts(outcome: Outcome) -> str:

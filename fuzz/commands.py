@@ -6,6 +6,8 @@ A module adds commands with `@flashproof.command()`; `__main__` imports the modu
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
@@ -149,9 +151,25 @@ class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in new versi
         return seconds
 
 
+class Writable(click.Path):
+    """A file or folder that can be made or written; told before anything is run, so that no result is lost for it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; a usage error when nothing can be written there."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        place = path if self.file_okay is False else path.parent
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                return path
+        except OSError as e:
+            self.fail(f"{path} must be writable, got {place}: {e.strerror}", param, ctx)
+
+
 COUNT = click.IntRange(min=1)
-FOLDER = click.Path(file_okay=False, path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = Writable(file_okay=False, path_type=Path)
+FILE = Writable(dir_okay=False, path_type=Path)
 
 JSON = click.option("--json", "json_file", type=FILE, default=None, metavar="FILE", help="Write the result as JSON.")
 SEED = click.option(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..oracles.finding import Finding
 from .case import Case
-from .commands import VERDICTS, Exit, worst
+from .commands import VERDICTS, Exit, Stop, worst
 from .corpus import SCHEMA, Record, as_text, save, write_whole
 from .judge import Verdict
 from .session import Session, resolved
@@ -126,7 +126,10 @@ def write_json(path: Path | None, outcomes: Sequence[Outcome]) -> None:
     documents = [o.document() for o in outcomes]
     verdict = VERDICTS[worst(o.code for o in outcomes)]
     whole = documents[0] if len(documents) == 1 else {"schema": SCHEMA, "verdict": verdict, "targets": documents}
-    write_whole(path, as_text(whole))
+    try:
+        write_whole(path, as_text(whole))
+    except OSError as e:
+        raise Stop(f"{path} could not be written: {e.strerror}", Exit.INFRASTRUCTURE) from None
 
 
 def record(session: Session, case: Case, findings: Sequence[Finding], preceding: Sequence[Case] = ()) -> Record:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..oracles.finding import Finding
-from ..oracles.invariants import bits
+from ..oracles.invariants import Watched, bits
 from .case import Case
 from .dialects import DIALECTS, Binding, Inexpressible, call
 from .masks import Causal, Random, Window
@@ -61,14 +61,16 @@ def _served(binding: Binding, fn: Callable[..., Any], device: str) -> tuple[Case
     for base in BASES:
         try:
             return base, _output(binding, fn, base, device), ""
-        except Exception as e:  # noqa: BLE001 (the target may raise anything; whether it should is for the fuzzer to judge)
+        except (Exception, SystemExit) as e:  # noqa: BLE001 (the target may raise anything; whether it should is for the fuzzer to judge)
             reasons.append(f"{type(e).__name__}: {e}")
     return BASES[0], None, reasons[0]
 
 
 def _output(binding: Binding, fn: Callable[..., Any], case: Case, device: str) -> Tensor:
+    """The output; torch's global state is put back, so that the first case sees the target change it."""
     seed_generators(case.seed, device)
-    return call(binding, fn, build(case, device))["o"].clone()
+    inputs = build(case, device)
+    return Watched(lambda: call(binding, fn, inputs), random=True)()["o"].clone()
 
 
 def seed_generators(seed: int, device: str) -> None:
@@ -83,7 +85,7 @@ def _effect(binding: Binding, fn: Callable[..., Any], case: Case, plain: Tensor,
         changed = _output(binding, fn, case, device)
     except Inexpressible as e:
         return f"not probed: {e}"
-    except Exception as e:  # noqa: BLE001 (as above)
+    except (Exception, SystemExit) as e:  # noqa: BLE001 (as above)
         return f"not probed: {type(e).__name__}: {e}"
     return IGNORED if torch.equal(bits(plain), bits(changed)) else "changes the answer"
 

@@ -20,9 +20,6 @@ from . import register
 SDPA = Region(min_len=1, softcap=False, lse=False, lse_grad=False)
 """What its signature can say. Without keys torch gives q times 0, which is nan for an infinite q: no empty tensors."""
 FLEX = Region(min_len=1, dropout=False, backward=False, bias_grad=False, lse_grad=False)
-FLEX_COMPILED = replace(
-    FLEX, backward=True, head_dims=(16, 24, 40, 64, 72, 80, 96, 128, 192, 256)
-)  # its template wants at least 16
 FLEX_CONTRACT = "torch-cpu-math,forward_only=true,nonfinite=any"
 """nonfinite: a bfloat16 matmul of torch 2.13 on a CPU carries the NaN of one row into the row beside it (241 x 17 by 17 x 1)."""
 
@@ -71,6 +68,9 @@ def _fault(
         return "the cuDNN backend answers the mean of v where a mask leaves no key, and crashes on rows not aligned to 16 bytes"
     if backend == "EFFICIENT_ATTENTION" and attn_mask is not None and attn_mask.data_ptr() % 16:
         return "the memory-efficient backend crashes on a mask that is not aligned to 16 bytes"
+    alone = attn_mask is not None and attn_mask.requires_grad and not (q.requires_grad or k.requires_grad)
+    if backend == "EFFICIENT_ATTENTION" and alone:
+        return "the memory-efficient backend reads outside its memory where the mask alone requires a gradient"
     if backend == "EFFICIENT_ATTENTION" and dropout_p and q.dtype != torch.float32:
         return "the memory-efficient backend rounds P once more after dropout"
     return ""
@@ -136,7 +136,7 @@ sdpa_cpu_flash = _backend(
     "sdpa_cpu_flash",
     "FLASH_ATTENTION",
     CPU_FLASH,
-    "torch-cpu-flash,nonfinite=ignore",
+    "torch-cpu-flash,nonfinite=any",  # in bfloat16 the NaN of one row may reach another; a NaN row may give 0
     ("cpu",),
     "torch SDPA, flash backend on a CPU",
 )
@@ -185,28 +185,6 @@ def flex(
         return _flex(module.flex_attention, q, k, v, mask, bias, scale, softcap, return_lse)
     finally:
         setattr(module, switch, before)
-
-
-@register(dialect="native", supports=FLEX_COMPILED, contract="may_leak", devices=("cuda",))
-def flex_compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """torch's FlexAttention, compiled to Triton kernels: a compilation for every new mask, bias or softcap."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if min(q.shape[3], v.shape[3]) < 16:
-        raise NotImplementedError(
-            f"compiled FlexAttention takes head dims from 16, got D={q.shape[3]}, Dv={v.shape[3]}"
-        )
-    return _flex(torch.compile(flex_attention, dynamic=False), q, k, v, mask, bias, scale, softcap, return_lse)
 
 
 def _flex(

@@ -125,6 +125,7 @@ def _by_dtype(io: str) -> dict[str, Any]:
         else out
         | {"p_u": u, "p_eta": eta, "ds_u": u, "ds_eta": eta, "ds_max": largest, "out_max": largest}
         | {"gqa_u": u, "gqa_eta": eta}  # as autograd gives where k and v are repeated for the heads of a group
+        | {"dbias_u": u, "dbias_eta": eta}  # and where tiles of a broadcast bias are converted one by one
     )
 
 

@@ -179,6 +179,7 @@ def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str
     if r.bias is not None:
         before = p2 * ((weights + f.lse) * r.t**2 + dp) + NU * 6 * units.low * r.ds_bias**2
         total = r.over_bias(before) + _row_errors(r, delta) + NU * (c.dbias_u**2 * r.over_bias(r.ds_bias**2))
+        total = total + c.dbias_eta**2 / 3 * r.over_bias(r.kf)
         out["dbias"] = total + NU * (c.out_u**2 + 4 * units.low) * r.arrays["dbias"] ** 2 + c.out_eta**2 / 3
         if f.wild.any():
             out["dbias"] = np.where(r.over_bias(f.wild * r.kf) > 0, np.inf, out["dbias"])
@@ -260,7 +261,8 @@ def _dk(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
     if c.gqa_u and r.G > 1:
         v = v + NU * c.gqa_u**2 * per_head(r, r.ds, r.q) ** 2
     common = NU * (units.acc * r.nq / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
-    return _low_accumulator(r, c, square * v + common * r.dk**2 + c.out_eta**2 / 3, r.dk, r.ds * abs(r.scale), q2)
+    eta = (c.out_eta**2 + (r.G * c.gqa_eta**2 if r.G > 1 else 0.0)) / 3
+    return _low_accumulator(r, c, square * v + common * r.dk**2 + eta, r.dk, r.ds * abs(r.scale), q2)
 
 
 def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weights: Array) -> Array:
@@ -272,7 +274,7 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
     if c.p_u:
         v = v + NU * (c.p_u * f.key_ties * (r.pz.swapaxes(-1, -2) @ r.ado)) ** 2
     if c.gqa_u and r.G > 1:
-        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.ado) ** 2
+        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.ado) ** 2 + r.G * c.gqa_eta**2 / 3
     common = NU * (units.acc * r.nq / 3 + c.out_u**2) + units.rz
     return _low_accumulator(r, c, v + common * r.dv**2 + c.out_eta**2 / 3, r.dv, r.pz, do2)
 

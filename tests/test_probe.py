@@ -76,3 +76,12 @@ def test_a_target_that_serves_nothing_says_why() -> None:
 def test_keywords_of_a_builtin_are_probed() -> None:
     fn = torch.nn.functional.scaled_dot_product_attention
     assert rows(fn, "sdpa") == dict.fromkeys(("is_causal", "attn_mask", "scale", "dropout_p"), "changes the answer")
+
+
+def test_global_state_that_a_target_changes_is_put_back_for_the_cases_to_see() -> None:
+    def careless(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+
+    assert rows(careless, "sdpa") == {"scale": "changes the answer"}
+    assert torch.get_default_dtype() == torch.float32
