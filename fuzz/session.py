@@ -126,7 +126,8 @@ def contract_words(session: Session) -> str:
     leak = "may" if contract.masked_nonfinite == "may_leak" else "must not"
     loose = [t for t in TENSORS if t not in contract.deterministic]
     told = [f"dead rows give {dead}", f"NaN in masked keys {leak} leak"]
-    told += ["NaN in seen keys may vanish"] * (contract.nonfinite == "ignore")
+    nonfinite = {"ignore": ["NaN in seen keys may vanish"], "any": ["NaN in seen keys may reach everything"]}
+    told += nonfinite.get(contract.nonfinite, [])
     told += [f"{', '.join(loose)} may differ between runs"] * bool(loose)
     told += ["forward only"] * contract.forward_only
     return "; ".join([", ".join(declared) or "default", *told])
