@@ -102,7 +102,7 @@ def _start(requests: int, replies: int) -> Runner | None:
     """The runner that the parent asks for; None after telling why there is none."""
     message, _ = wire.receive(requests)
     try:
-        runner = Runner(**message["runner"], printed=Printed(1))
+        runner = Runner(**message["runner"], printed=Printed(1), interruptible=False)
     except Exception as e:  # noqa: BLE001 (whatever it is, the parent must hear of it)
         shown = getattr(e, "traceback", "") if _kind(e) == "target" else traceback.format_exc()
         wire.send(replies, {"error": _kind(e), "sentence": str(e) or type(e).__name__, "traceback": shown})

@@ -106,6 +106,7 @@ class Runner:
         device: str = "cpu",
         contract: str = "",
         printed: Callable[[], str] = lambda: "",
+        interruptible: bool = True,  # by Ctrl-C; in a child process only the target itself raises KeyboardInterrupt
     ) -> None:
         self.device = present(device)
         if device == "cpu":
@@ -121,6 +122,7 @@ class Runner:
         self.contract = contract or self.implementation.contract
         self.forward_only = contract_for(self.contract, "float32", device).forward_only
         self.printed = printed
+        self.interruptible = interruptible
         self.info = self._info()
 
     @property
@@ -226,7 +228,7 @@ class Runner:
                     self.device
                 )  # an error of the target's kernels is raised here, not in a later case
         except BaseException as e:  # the target may raise anything, SystemExit included
-            if isinstance(e, KeyboardInterrupt):
+            if isinstance(e, KeyboardInterrupt) and self.interruptible:
                 raise
             raise _Stopped(e) from e
         finally:

@@ -57,6 +57,12 @@ def test_empty_outputs_cross_the_pipe(right: Worker) -> None:
     assert right.run(Case(Lq=0, Lk=0, B=2)).outputs["o"].shape == (2, 1, 0, 1)
 
 
+def test_an_interrupt_that_the_target_raises_is_an_exception_like_any_other() -> None:
+    with Worker(faulty("interrupts")) as worker:
+        out = worker.run(Case())
+        assert (out.status, out.message, worker.deaths) == ("raised", "KeyboardInterrupt", 0)
+
+
 def test_child_has_one_thread_and_interprets_triton(tmp_path: Path) -> None:
     code = """
     import os, torch

@@ -102,6 +102,10 @@ def leaves(q, k, v, is_causal=False, scale=None):
     raise SystemExit(3)
 
 
+def interrupts(q, k, v, is_causal=False, scale=None):
+    raise KeyboardInterrupt
+
+
 def refuses_long(q, k, v, is_causal=False, scale=None):
     if k.shape[2] > 4:
         raise NotImplementedError("more than 4 keys")
