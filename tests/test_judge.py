@@ -10,7 +10,7 @@ import torch
 
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.execute import Execution, Runner
-from flashproof.fuzz.judge import Judge, Verdict, exact_contract, judge, one_in
+from flashproof.fuzz.judge import Judge, Verdict, exact_contract, is_generic, judge, one_in
 from flashproof.fuzz.masks import Causal
 from flashproof.fuzz.region import Region
 from flashproof.impls.loading import load
@@ -248,3 +248,19 @@ def test_heads_rounded_one_by_one_before_their_sum_are_right_by_default() -> Non
         assert Judge(Runner(repeated)).check(case).findings == ()
         strict = Judge(Runner(repeated), contract="gqa_u=0").check(case)
         assert set(strict.keys) <= {"value:dk", "value:dv", "statistical:dk", "statistical:dv"}
+
+
+@pytest.mark.parametrize(
+    ("case", "generic"),
+    [
+        (Case(D=16, Dv=16), True),
+        (Case(D=16, Dv=16, grad="scaled", data="outlier"), True),
+        (Case(D=16, Dv=16, scale=0.0), False),
+        (Case(D=16, Dv=16, scale=1e-4), False),
+        (Case(D=16, Dv=16, grad="ones"), False),
+        (Case(D=16, Dv=16, data="ties"), False),
+    ],
+    ids=str,
+)
+def test_statistics_judge_only_what_has_no_ties_or_structure(case: Case, generic: bool) -> None:
+    assert is_generic(case) is generic
