@@ -224,9 +224,8 @@ class Runner:
         try:
             result: Answer = outer()
             if self.device != "cpu":
-                torch.cuda.synchronize(
-                    self.device
-                )  # an error of the target's kernels is raised here, not in a later case
+                # An error of the target's kernels is raised here, not in a later case.
+                torch.cuda.synchronize(self.device)
         except BaseException as e:  # the target may raise anything, SystemExit included
             if isinstance(e, KeyboardInterrupt) and self.interruptible:
                 raise
