@@ -80,9 +80,10 @@ def _rows(x: Tensor) -> Tensor:
     """The tensor with adjacent elements in its last dimension, which most backends insist on; copied if they are not.
 
     On a GPU rows must begin at 16 bytes too: the memory-efficient and cuDNN backends of torch 2.11 do not check it and die of a
-    misaligned address, which no later call in the process survives.
+    misaligned address, which no later call in the process survives. Nor may a stride be 0: the cuDNN backend then gives its
+    output strides that cuDNN refuses, or dies (SIGSEGV).
     """
-    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    aligned = x.data_ptr() % 16 == 0 and all(s and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     right = x.stride(-1) == 1 and (aligned or not x.is_cuda)
     return x if right else x.clone(memory_format=torch.contiguous_format)
 

@@ -177,7 +177,8 @@ def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str
         "dv": _hide(head, _dv(r, c, units, f, p2, weights)),
     }
     if r.bias is not None:
-        before = p2 * ((weights + f.lse) * r.t**2 + dp) + NU * 6 * units.low * r.ds_bias**2
+        before = p2 * ((weights + f.lse + NU * c.p_in_ds_u**2) * r.t**2 + dp) + NU * 6 * units.low * r.ds_bias**2
+        before = before + max(c.p_in_ds_eta, c.ftz) ** 2 / 3 * r.kf * r.t**2
         total = r.over_bias(before) + _row_errors(r, delta) + NU * (c.dbias_u**2 * r.over_bias(r.ds_bias**2))
         total = total + c.dbias_eta**2 / 3 * r.over_bias(r.kf)
         out["dbias"] = total + NU * (c.out_u**2 + 4 * units.low) * r.arrays["dbias"] ** 2 + c.out_eta**2 / 3

@@ -261,6 +261,14 @@ def test_errors_larger_than_roundings_explain_warn_on_generic_data_only() -> Non
     assert not [f for f in judge(p, {"o": out["o"]}, spec).findings if f.oracle == "statistical"]
 
 
+def test_dbias_from_the_rounded_weights_is_as_large_as_expected() -> None:
+    p = normal(torch.float16, lq=8, lk=8)
+    p = replace(p, q=p.q * 10, do=p.do * 100, bias=torch.zeros(1, 1, 8, 8, dtype=torch.float16))
+    out = run(p, broken(Arithmetic(), "ds_from_pc"))
+    assert judge(p, out, "p_in_ds_u=io,p_in_ds_eta=io_eta", generic=True).zrms["dbias"] < 1.5
+    assert judge(p, out, "", generic=True).zrms["dbias"] > 10
+
+
 def test_few_elements_are_no_statistics() -> None:
     p = normal(lq=1, lk=2)
     assert "o" not in judge(p, run(p, Arithmetic()), generic=True).zrms
