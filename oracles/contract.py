@@ -216,7 +216,9 @@ PRESETS: dict[str, Preset] = {
         "torch SDPA, math backend on a GPU", lambda io, d: _torch_cpu_math(io, d) | _tensor_cores(io)
     ),
     "cudnn": Preset("torch SDPA, cuDNN backend: Hopper, dS scaled before its cast", _cudnn),
-    "efficient": Preset("torch SDPA, memory-efficient backend: as cudnn, and dS from the rounded P; float32 by three TF32 dots", _efficient),
+    "efficient": Preset(
+        "torch SDPA, memory-efficient backend: as cudnn, dS from the rounded P, float32 by three TF32 dots", _efficient
+    ),
     "lowp": Preset("every intermediate stored in the dtype of q, k, v", _lowp),
     "may_leak": Preset("NaN or Inf in keys that every row masks out may reach the output", lambda io, d: dict(LEAKS)),
 }
