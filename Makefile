@@ -16,13 +16,13 @@ demo: env ## fuzz the built-in implementations, then catch a planted bug; under 
 	@tools/demo
 
 test: env ## every test; under ten minutes on two cores
-	@$(PYTEST)
+	@$(PYTEST) -n auto --maxprocesses 8 --dist loadfile
 
 check: env ## format, lint, types and the fast tests; under a minute
 	$(RUFF) format --check .
 	$(RUFF) check .
 	.venv/bin/mypy
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow" -n auto --maxprocesses 8 --dist loadfile
 
 format: env ## put the source in its usual form
 	$(RUFF) format .
