@@ -107,6 +107,7 @@ def _start(requests: int, replies: int) -> Runner | None:
         shown = getattr(e, "traceback", "") if _kind(e) == "target" else traceback.format_exc()
         wire.send(replies, {"error": _kind(e), "sentence": str(e) or type(e).__name__, "traceback": shown})
         return None
+    runner.watch.told = lambda variant: wire.send(replies, {"compiling": variant})
     gc.freeze()  # the target and what it imported too
     wire.send(replies, {"info": runner.info, "rss": resident_bytes()})
     return runner

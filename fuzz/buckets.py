@@ -1,0 +1,194 @@
+"""Compile buckets: on a device where a target compiles, few structures are drawn first, then many run-time shapes inside each.
+
+A bucket is a case's structure: every field but those that a kernel takes at run time (RUN_TIME), and the kinds of its mask. A hunt
+opens one bucket after the other, each chosen for the structural kinds that no earlier one has, until the variants that were
+compiled reach the limit. From then on only shapes are drawn whose sizes a compiler tells no better apart than those that ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from math import gcd
+from typing import Any
+
+from .case import Case
+from .learn import kinds
+from .region import Region
+from .strategies import CHOICES, FEATURES, Menu, decode, menu_of
+from .tensors import MAX_ORACLE_BYTES, oracle_bytes
+
+VARIANTS = 48
+"""Counted variants of one run: at a few seconds each they cost about two minutes."""
+PER_BUCKET = 8
+"""Cases between two openings: what a bucket compiles is used before the next one compiles."""
+CANDIDATES = 24
+"""Structures of which the next bucket is chosen."""
+TRIES = 8
+"""Draws of a shape that needs no further variant, before the sizes of an earlier case are taken."""
+USELESS = 4
+"""Refusals, and no acceptance, after which a bucket is closed."""
+WORK = 1 << 18
+"""The most that B * Hq * Lq * Lk * max(D, Dv) may be, as in the shapes of `ladders`."""
+LONGEST = 300
+
+RUN_TIME = frozenset({"B", "Hq", "Hkv", "Lq", "Lk", "data", "grad", "scale", "seed", "mask"})
+"""Fields that kernels take as arguments; the mask's kinds are structure, its numbers are not."""
+DRAWN_ANEW = frozenset({
+    "1a", "1b", "1c", "2a", "2b", "2c", "grad", "scale", "data", "B zero", "Lq zero", "Lk zero", "shape", "B", "Hkv",
+    "Lk", "Lk low", "Lq", "Lq low", "seed", "seed low",
+})  # fmt: skip
+"""Choices of a case that do not change its bucket."""
+STRUCTURE = tuple(f.name for f in fields(Case) if f.name not in RUN_TIME)
+SHAPE = ("B", "Hq", "Hkv", "Lq", "Lk")
+
+
+def bucket(case: Case) -> tuple[Any, ...]:
+    """What makes a kernel compile anew, for any target: equal for cases that differ in run-time arguments alone."""
+    heads = (case.G - 1).bit_length()  # tiles are shared among as many heads as the next power of two
+    return (*(getattr(case, n) for n in STRUCTURE), heads, tuple(type(m).__name__ for m in case.mask.walk()))
+
+
+def shape_class(case: Case) -> tuple[Any, ...]:
+    """The bucket, and what a compiler may know of a size: that it is 0, 1, or which power of two up to 16 divides it."""
+    return (bucket(case), *((min(n, 2), gcd(n, 16)) for n in (getattr(case, name) for name in SHAPE)))
+
+
+@dataclass
+class Bucket:
+    """One structure: the case and the bytes that it was decoded from, and how its cases went."""
+
+    case: Case
+    bytes: bytes
+    accepted: int = 0
+    refused: int = 0
+
+    @property
+    def useful(self) -> bool:
+        """Not all of its cases were refused."""
+        return self.accepted > 0 or self.refused < USELESS
+
+
+@dataclass
+class Buckets:
+    """The buckets of one hunt. `variants` says how many variants were compiled until now."""
+
+    seed: int
+    limit: int = VARIANTS
+    variants: Callable[[], int] = lambda: 0
+    all: list[Bucket] = field(default_factory=list)
+    cases: int = 0
+    costliest: int = 3  # variants that one case added
+    _covered: set[str] = field(default_factory=set)
+    _classes: dict[tuple[Any, ...], Case] = field(default_factory=dict)
+    _known: int = 0
+
+    @property
+    def room(self) -> int:
+        """How many more cases may compile something, each as much as the costliest did."""
+        return max(0, (self.limit - self.variants()) // self.costliest)
+
+    def round(self, region: Region, count: int, number: int) -> list[Case]:
+        """The next cases; a function of the seed, the region, and what was added until now."""
+        menu = menu_of(region, max(region.min_len, 1, min(region.max_len, LONGEST)), FEATURES)
+        seed, room = self.seed * 1_000_003 + number, self.room
+        wanted = 1 + (self.cases + count - 1) // PER_BUCKET - len(self.all)
+        opened = self._open(menu, min(max(1, wanted), room, count), seed)
+        live = opened + [b for b in self.all if b.useful and b not in opened and not region.refuses(b.case)]
+        out = [b.case for b in opened]
+        ran = set(self._classes) | set(map(shape_class, out))
+        room -= len(opened)
+        for data in drawn_bytes(1 + len(CHOICES), TRIES * count if live else 0, seed):
+            case = redrawn(menu, live[data[0] % len(live)], data[1:])
+            new = shape_class(case) not in ran
+            if len(out) < count and (room > 0 or not new):
+                room -= new
+                ran.add(shape_class(case))
+                out.append(case)
+        return self._again(out, count, seed) if self._classes else out
+
+    def _again(self, out: list[Case], count: int, seed: int) -> list[Case]:
+        """Filled up with the sizes of earlier cases and other data."""
+        known = list(self._classes.values())
+        missing = range(count - len(out))
+        return [*out, *(known[(seed + n) % len(known)].but(seed=(seed + n) % (1 << 16)) for n in missing)]
+
+    def _open(self, menu: Menu, count: int, seed: int) -> list[Bucket]:
+        """So many new buckets, each with the most structural kinds that no earlier one has; the first is the simplest."""
+        known = {bucket(b.case) for b in self.all}
+        data = [bytes(len(CHOICES))] if not self.all else []
+        data += drawn_bytes(len(CHOICES), CANDIDATES + count, seed + (1 << 40))
+        candidates = {bucket(c): Bucket(c, d) for d in data if bucket(c := decode(menu, d)) not in known}
+        opened: list[Bucket] = []
+        while candidates and len(opened) < count:
+            first = not self.all
+            chosen = next(iter(candidates)) if first else max(candidates, key=lambda k: self._new(candidates[k].case))
+            opened.append(candidates.pop(chosen))
+            self.all.append(opened[-1])
+            self._covered |= names(opened[-1].case)
+        return opened
+
+    def _new(self, case: Case) -> int:
+        return len(names(case) - self._covered)
+
+    def add(self, case: Case, status: str) -> None:
+        """Remember that a case ran, and what it added to the variants."""
+        self.cases += 1
+        known = self.variants()
+        self.costliest, self._known = max(self.costliest, known - self._known), known
+        if status == "refused":
+            self._of(case, lambda b: setattr(b, "refused", b.refused + 1))
+        elif status == "accepted":
+            self._classes.setdefault(shape_class(case), case)
+            self._of(case, lambda b: setattr(b, "accepted", b.accepted + 1))
+
+    def _of(self, case: Case, change: Callable[[Bucket], None]) -> None:
+        mine = bucket(case)
+        for b in self.all:
+            if bucket(b.case) == mine:
+                change(b)
+
+
+def names(case: Case) -> set[str]:
+    """The structural kinds of a case."""
+    return {k.name for k in kinds() if k.has(case)} | {f"D {case.D}", f"heads {(case.G - 1).bit_length()}"}
+
+
+def drawn_bytes(size: int, count: int, seed: int) -> Iterator[bytes]:
+    """`count` strings of so many bytes, a function of the seed."""
+    return (hashlib.shake_128(f"{seed} {n}".encode()).digest(size) for n in range(count))
+
+
+def redrawn(menu: Menu, b: Bucket, data: bytes) -> Case:
+    """A case of the bucket whose run-time fields are decoded from other bytes."""
+    mixed = bytes(new if name in DRAWN_ANEW else old for name, old, new in zip(CHOICES, b.bytes, data, strict=True))
+    other, template = decode(menu, mixed), b.case
+    changes = {n: getattr(other, n) for n in ("B", "Lq", "Lk", "grad", "scale", "seed", "Hkv")}
+    changes["Hq"] = other.Hkv * template.G
+    same = [type(m) for m in other.mask.walk()] == [type(m) for m in template.mask.walk()]
+    changes |= {"mask": other.mask, "data": other.data} if same else {}
+    return within(template.but(**changes))
+
+
+def within(case: Case) -> Case:
+    """The case with shorter lengths, fewer batches and heads where it is more work than a drawn case may be."""
+    while _work(case) > WORK or oracle_bytes(case) > MAX_ORACLE_BYTES:
+        if max(case.Lq, case.Lk) > 1:
+            halved = {n: max(getattr(case, n) // 2, min(getattr(case, n), 1)) for n in _longer(case)}
+        elif case.Hkv > 1:
+            halved = {"Hkv": 1, "Hq": case.G}
+        elif case.B > 1:
+            halved = {"B": 1}
+        else:
+            break
+        case = case.but(**halved)
+    return case
+
+
+def _longer(case: Case) -> tuple[str, ...]:
+    return ("Lq", "Lk") if case.Lq == case.Lk else ("Lq",) if case.Lq > case.Lk else ("Lk",)
+
+
+def _work(case: Case) -> int:
+    return case.B * case.Hq * case.Lq * case.Lk * max(case.D, case.Dv)
