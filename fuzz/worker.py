@@ -46,8 +46,10 @@ class Worker:
         contract: str = "",
         log: Path | None = None,
         deadline: float = DEADLINE,
+        arch: str = "",  # pretended, see offline
     ) -> None:
         self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
+        self.arguments |= {"arch": arch} if arch else {}
         self.deadline = deadline
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target

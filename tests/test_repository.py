@@ -28,6 +28,7 @@ LAYERS = (
     ("fuzz.dialects",),
     ("fuzz.commands", "fuzz.probe", "fuzz.repro"),
     ("fuzz.execute",),
+    ("fuzz.offline",),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),
     ("fuzz.book", "fuzz.buckets", "fuzz.found", "fuzz.session"),
     ("fuzz.listing", "fuzz.outcome", "fuzz.progress", "fuzz.report", "fuzz.study"),
