@@ -2,7 +2,8 @@
 
 A bucket is a case's structure: every field but those that a kernel takes at run time (RUN_TIME), and the kinds of its mask. A hunt
 opens one bucket after the other, each chosen for the structural kinds that no earlier one has, until the variants that were
-compiled reach the limit. From then on only shapes are drawn whose sizes a compiler tells no better apart than those that ran.
+compiled come near the limit. Sizes are drawn freely as long as they compile nothing; where they do, or at the limit, only those are
+drawn that a compiler tells no better apart than those that ran.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ TRIES = 8
 """Draws of a shape that needs no further variant, before the sizes of an earlier case are taken."""
 USELESS = 4
 """Refusals, and no acceptance, after which a bucket is closed."""
+RESERVE = 8
+"""Variants that are left for sizes which compile anew after all, when no further bucket is opened."""
+SEEN = 16
+"""New sizes in a bucket that must have compiled nothing, one in so many excepted, for sizes to be run-time arguments."""
 WORK = 1 << 18
 """The most that B * Hq * Lq * Lk * max(D, Dv) may be, as in the shapes of `ladders`."""
 LONGEST = 300
@@ -51,8 +56,8 @@ def bucket(case: Case) -> tuple[Any, ...]:
 
 
 def shape_class(case: Case) -> tuple[Any, ...]:
-    """The bucket, and what a compiler may know of a size: that it is 0, 1, or which power of two up to 16 divides it."""
-    return (bucket(case), *((min(n, 2), gcd(n, 16)) for n in (getattr(case, name) for name in SHAPE)))
+    """The bucket, and what may be known of a size when a kernel is compiled: its power of two, and which one up to 16 divides it."""
+    return (bucket(case), *((n.bit_length(), gcd(n, 16)) for n in (getattr(case, name) for name in SHAPE)))
 
 
 @dataclass
@@ -72,22 +77,30 @@ class Bucket:
 
 @dataclass
 class Buckets:
-    """The buckets of one hunt. `variants` says how many variants were compiled until now."""
+    """The buckets of one hunt. `variants` says how many variants were compiled until now, `spent` whether that took too long."""
 
     seed: int
     limit: int = VARIANTS
     variants: Callable[[], int] = lambda: 0
+    spent: Callable[[], bool] = lambda: False
     all: list[Bucket] = field(default_factory=list)
     cases: int = 0
     costliest: int = 3  # variants that one case added
     _covered: set[str] = field(default_factory=set)
     _classes: dict[tuple[Any, ...], Case] = field(default_factory=dict)
     _known: int = 0
+    _sizes: int = 0  # cases of a known bucket with sizes that were new
+    _sizes_built: int = 0  # those that compiled something
 
     @property
     def room(self) -> int:
         """How many more cases may compile something, each as much as the costliest did."""
-        return max(0, (self.limit - self.variants()) // self.costliest)
+        return 0 if self.spent() else max(0, (self.limit - RESERVE - self.variants()) // self.costliest)
+
+    @property
+    def sizes_are_arguments(self) -> bool:
+        """A new size in a known bucket compiles nothing, as far as was seen, and the limit is not reached."""
+        return self._sizes >= SEEN > 0 and self._sizes_built * SEEN <= self._sizes and self.variants() < self.limit
 
     def round(self, region: Region, count: int, number: int) -> list[Case]:
         """The next cases; a function of the seed, the region, and what was added until now."""
@@ -97,11 +110,11 @@ class Buckets:
         opened = self._open(menu, min(max(1, wanted), room, count), seed)
         live = opened + [b for b in self.all if b.useful and b not in opened and not region.refuses(b.case)]
         out = [b.case for b in opened]
-        ran = set(self._classes) | set(map(shape_class, out))
+        ran, free = set(self._classes) | set(map(shape_class, out)), self.sizes_are_arguments
         room -= len(opened)
         for data in drawn_bytes(1 + len(CHOICES), TRIES * count if live else 0, seed):
             case = redrawn(menu, live[data[0] % len(live)], data[1:])
-            new = shape_class(case) not in ran
+            new = not free and shape_class(case) not in ran
             if len(out) < count and (room > 0 or not new):
                 room -= new
                 ran.add(shape_class(case))
@@ -136,18 +149,19 @@ class Buckets:
         """Remember that a case ran, and what it added to the variants."""
         self.cases += 1
         known = self.variants()
-        self.costliest, self._known = max(self.costliest, known - self._known), known
+        added, self._known = known - self._known, known
+        self.costliest = max(self.costliest, added)
+        mine = next((b for b in self.all if bucket(b.case) == bucket(case)), None)
+        if mine is None:
+            return
         if status == "refused":
-            self._of(case, lambda b: setattr(b, "refused", b.refused + 1))
+            mine.refused += 1
         elif status == "accepted":
+            if mine.accepted and shape_class(case) not in self._classes:
+                self._sizes += 1
+                self._sizes_built += added > 0
+            mine.accepted += 1
             self._classes.setdefault(shape_class(case), case)
-            self._of(case, lambda b: setattr(b, "accepted", b.accepted + 1))
-
-    def _of(self, case: Case, change: Callable[[Bucket], None]) -> None:
-        mine = bucket(case)
-        for b in self.all:
-            if bucket(b.case) == mine:
-                change(b)
 
 
 def names(case: Case) -> set[str]:

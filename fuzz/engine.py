@@ -83,7 +83,11 @@ class _Hunt:
         self.book = Book(self.judge, self._new)
         self.campaign.compiled = getattr(self.judge.runner, "compiled", self.campaign.compiled)
         if self.policy.variants:
-            self.buckets = Buckets(self.seed, self.policy.variants, lambda: len(self.campaign.compiled.variants))
+            compiled = self.campaign.compiled
+            half = (self.seconds or float("inf")) / 2
+            self.buckets = Buckets(
+                self.seed, self.policy.variants, lambda: len(compiled.variants), lambda: compiled.seconds > half
+            )
         study = Study(self.book, self.campaign, self.policy, self._emit, self.clock)
         try:
             self._search()
