@@ -24,7 +24,7 @@ VARIANTS = 48
 """Counted variants of one run: at a few seconds each they cost about two minutes."""
 PER_BUCKET = 8
 """Cases between two openings: what a bucket compiles is used before the next one compiles."""
-CANDIDATES = 24
+CANDIDATES = 96
 """Structures of which the next bucket is chosen."""
 TRIES = 8
 """Draws of a shape that needs no further variant, before the sizes of an earlier case are taken."""
@@ -132,18 +132,21 @@ class Buckets:
         known = {bucket(b.case) for b in self.all}
         data = [bytes(len(CHOICES))] if not self.all else []
         data += drawn_bytes(len(CHOICES), CANDIDATES + count, seed + (1 << 40))
-        candidates = {bucket(c): Bucket(c, d) for d in data if bucket(c := decode(menu, d)) not in known}
+        made = [Bucket(decode(menu, d), d) for d in data]
+        candidates = {bucket(b.case): b for b in reversed(made) if bucket(b.case) not in known}
         opened: list[Bucket] = []
         while candidates and len(opened) < count:
             first = not self.all
-            chosen = next(iter(candidates)) if first else max(candidates, key=lambda k: self._new(candidates[k].case))
+            chosen = bucket(made[0].case) if first else max(candidates, key=lambda k: self._new(candidates[k].case))
             opened.append(candidates.pop(chosen))
             self.all.append(opened[-1])
             self._covered |= names(opened[-1].case)
         return opened
 
     def _new(self, case: Case) -> int:
-        return len(names(case) - self._covered)
+        """Kinds that a region declares count more than widths and numbers of heads."""
+        new = names(case) - self._covered
+        return sum(1 if name.startswith(_OF_SIZE) else 4 for name in new)
 
     def add(self, case: Case, status: str) -> None:
         """Remember that a case ran, and what it added to the variants."""
@@ -166,7 +169,10 @@ class Buckets:
 
 def names(case: Case) -> set[str]:
     """The structural kinds of a case."""
-    return {k.name for k in kinds() if k.has(case)} | {f"D {case.D}", f"heads {(case.G - 1).bit_length()}"}
+    return {k.name for k in kinds() if k.has(case)} | {f"D {case.D}", f"tile of heads {(case.G - 1).bit_length()}"}
+
+
+_OF_SIZE = ("D ", "tile of ", "head dim ", "length above ")
 
 
 def drawn_bytes(size: int, count: int, seed: int) -> Iterator[bytes]:
