@@ -24,6 +24,7 @@ from . import wire
 from .case import case_from_json
 from .execute import Execution, Runner
 from .nursery import ORDER, REPLY, STILL_ALIVE
+from .offline import OfflineRunner
 
 LOG_KEPT = 1 << 20
 """Bytes of printed text after which the file is emptied."""
@@ -102,14 +103,21 @@ def _start(requests: int, replies: int) -> Runner | None:
     """The runner that the parent asks for; None after telling why there is none."""
     message, _ = wire.receive(requests)
     try:
-        runner = Runner(**message["runner"], printed=Printed(1), interruptible=False)
+        runner = _runner(message["runner"])
     except Exception as e:  # noqa: BLE001 (whatever it is, the parent must hear of it)
         shown = getattr(e, "traceback", "") if _kind(e) == "target" else traceback.format_exc()
         wire.send(replies, {"error": _kind(e), "sentence": str(e) or type(e).__name__, "traceback": shown})
         return None
+    runner.watch.told = lambda variant: wire.send(replies, {"compiling": variant})
     gc.freeze()  # the target and what it imported too
     wire.send(replies, {"info": runner.info, "rss": resident_bytes()})
     return runner
+
+
+def _runner(arguments: dict[str, Any]) -> Runner:
+    """A runner on the device, or on one that is pretended if the parent names an architecture."""
+    kind = OfflineRunner if "arch" in arguments else Runner
+    return kind(**arguments, printed=Printed(1), interruptible=False)
 
 
 def _kind(error: Exception) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .book import Book, Judging
+from .buckets import Buckets
 from .case import Case
 from .execute import region_from_json
 from .found import Campaign, Event, Policy
@@ -29,6 +30,8 @@ ROUNDS = (8, 16, 32, 64)
 OUTSIDE = 16
 """One case in so many is drawn outside the region: it must be refused cleanly, or be right."""
 LOST_IN_A_ROW = 3
+COMPILES_BY = 16
+"""Cases after which a target that compiled nothing is taken to compile nothing: its cases are then drawn one by one."""
 
 
 def hunt(
@@ -67,6 +70,7 @@ class _Hunt:
     started: float = 0.0
     newest: tuple[int, float] = (0, 0.0)  # cases and seconds at the newest failure
     lost: int = 0
+    buckets: Buckets | None = None
 
     def run(self, info: Any) -> Campaign:
         """Search, then study what was found; either may be interrupted, and what was found until then stays."""
@@ -77,6 +81,13 @@ class _Hunt:
             info=info, seed=self.seed, examples=self.examples, declared=declared, drawn=self.region
         )
         self.book = Book(self.judge, self._new)
+        self.campaign.compiled = getattr(self.judge.runner, "compiled", self.campaign.compiled)
+        if self.policy.variants:
+            compiled = self.campaign.compiled
+            half = (self.seconds or float("inf")) / 2
+            self.buckets = Buckets(
+                self.seed, self.policy.variants, lambda: len(compiled.variants), lambda: compiled.seconds > half
+            )
         study = Study(self.book, self.campaign, self.policy, self._emit, self.clock)
         try:
             self._search()
@@ -116,6 +127,8 @@ class _Hunt:
         if self.examples is not None:
             count = min(count, max(self.examples, 1))
         inside = self.region if self.campaign.declared is not None else self.learner.region
+        if self.buckets is not None:
+            return self.buckets.round(inside, count, number)
         everything = Region(dtypes=self.region.dtypes, max_len=self.region.max_len)
         outside = everything if self.campaign.declared is not None else self.region
         strategy = inner = self.strategy(inside)
@@ -147,7 +160,8 @@ class _Hunt:
         """Judge one drawn case and count it."""
         began = self.clock()
         verdict = self.book.check(case)
-        self._count(verdict, self.clock() - began)
+        told = verdict.execution.compiled if verdict.execution else {}
+        self._count(verdict, self.clock() - began - told.get("seconds", 0.0))
         if verdict.keys and self.campaign.cases_to_first_failure is None:
             self.campaign.cases_to_first_failure = self.campaign.cases
             self.campaign.seconds_to_first_failure = self.clock() - self.started
@@ -165,6 +179,10 @@ class _Hunt:
             c.trouble = verdict.execution.message if verdict.execution else ""
         else:
             self.learner.add(verdict.case, kind)
+        if self.buckets is not None:
+            self.buckets.add(verdict.case, kind)
+            idle = c.cases >= COMPILES_BY and not c.compiled.variants
+            self.buckets = None if idle else self.buckets
         if kind == "refused" and verdict.execution:
             c.refusals[verdict.execution.message.partition("\n")[0]] += 1
             c.outside += self.region.refuses(verdict.case) != ""

@@ -24,6 +24,7 @@ from ..oracles.contract import contract_for
 from ..oracles.finding import Finding
 from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
 from .case import Case
+from .compiling import Compiled, Watch
 from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
 from .probe import probe_keywords, seed_generators
 from .region import Region
@@ -53,16 +54,17 @@ class Execution:
     printed: str = ""
     seconds: float = 0.0
     traffic: dict[str, Any] = field(default_factory=dict)
+    compiled: dict[str, Any] = field(default_factory=dict)  # what compiling.Watch saw; `seconds` are without it
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors."""
-        names = ("status", "message", "traceback", "printed", "seconds", "traffic")
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled")
         return {n: getattr(self, n) for n in names} | {"findings": [f.to_json() for f in self.findings]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], outputs: dict[str, Tensor], exact: dict[str, Tensor] | None) -> Execution:
         """The execution that `to_json` wrote, with its tensors."""
-        names = ("status", "message", "traceback", "printed", "seconds", "traffic")
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled")
         findings = [Finding.from_json(f) for f in data["findings"]]
         return cls(**{n: data[n] for n in names}, findings=findings, outputs=outputs, exact=exact)
 
@@ -123,6 +125,7 @@ class Runner:
         self.forward_only = contract_for(self.contract, "float32", device).forward_only
         self.printed = printed
         self.interruptible = interruptible
+        self.watch, self.compiled = Watch(), Compiled()
         self.info = self._info()
 
     @property
@@ -151,7 +154,8 @@ class Runner:
 
     def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
         """The case's call sequence; the outputs are those of its last call."""
-        started = time.perf_counter()
+        self.watch.install()
+        started = time.perf_counter() - self.watch.seconds
         out = Execution("ok")
         inputs = build(case, self.device)
         try:
@@ -166,11 +170,14 @@ class Runner:
             out.findings += purity(inputs)
         out.findings = _distinct(out.findings)
         out.printed = self.printed()
-        out.seconds = time.perf_counter() - started
+        out.seconds = time.perf_counter() - started - self.watch.seconds
+        out.compiled = self.watch.taken()
+        self.compiled.add(out.compiled)
         return out
 
     def probe(self) -> tuple[dict[str, str], list[Finding]]:
         """Per bound keyword, whether it changes the answer; findings of the keywords that are accepted and ignored."""
+        self.watch.install()
         return probe_keywords(self.binding, self.implementation.call, self.device)
 
     def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:

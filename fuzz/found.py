@@ -9,6 +9,7 @@ from typing import Any
 
 from .case import Case
 from .commands import VERDICTS, Exit, worst
+from .compiling import Compiled
 from .judge import Verdict
 from .learn import Count, unmeasured
 from .nearest import Neighbour
@@ -76,6 +77,7 @@ class Campaign:
     slowest: tuple[float, Case] | None = None
     stopped: str = ""
     trouble: str = ""
+    compiled: Compiled = field(default_factory=Compiled)
 
     @property
     def expressible(self) -> int:
@@ -99,6 +101,7 @@ class Policy:
     slow_probes: int = 12  # of a hang, whose every probe lasts as long as the deadline
     behind_probes: int = 120  # of a failure that was never seen without an earlier one
     again: int = 2
+    variants: int = 0  # compiled at most, from buckets; 0: cases are drawn one by one and may compile what they will
 
 
 @dataclass(frozen=True)

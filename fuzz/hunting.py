@@ -7,15 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..oracles.finding import Finding
+from .buckets import VARIANTS
 from .case import Case, case_from_json
 from .corpus import Record
 from .engine import hunt
-from .found import MIN_CASES, Campaign, Event, Failure, blind_because
+from .found import MIN_CASES, Campaign, Event, Failure, Policy, blind_because
 from .judge import Verdict
 from .outcome import FailedCase, Keeper, Outcome, replay_line
 from .progress import Progress
 from .report import failure_json, failure_text, failures_text, summary
 from .session import Session
+
+
+COMPILING = Policy(variants=VARIANTS, shrink_seconds=60.0)
+"""Where a target may compile: a step of a shrink can cost seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ def hunted(
         seconds=budget.seconds,
         seed=budget.seed,
         on_event=on_event,
+        policy=Policy() if session.info["device"] == "cpu" else COMPILING,
     )
     campaign.failures[:0] = ignored
     outcome = summed(session, campaign, keeper, command, min_cases)
@@ -98,6 +104,7 @@ def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, m
     outcome.interrupted = c.stopped == "interrupted"
     outcome.failures = [*(failed(f, keeper) for f in c.failures), *unshrunk(c, keeper)]
     outcome.extra = {
+        "compiled": c.compiled.to_json(),
         "seed": c.seed,
         "stopped": c.stopped,
         "by_kind": {name: asdict(count) for name, count in c.by_kind.items()},

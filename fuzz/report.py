@@ -231,7 +231,8 @@ def summary(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASE
 
 
 def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
-    rate = f", {c.cases / c.seconds:.0f}/s" if c.seconds > 0 and not c.failures else ""
+    judging = c.seconds - c.compiled.seconds
+    rate = f", {c.cases / judging:.0f}/s" if judging > 0 and not c.failures else ""
     told = ((c.accepted, "accepted"), (c.refused, "refused"), (c.inexpressible, "inexpressible"))
     counts = ", ".join(f"{n} {word}" for n, word in told if n)
     lost = f", {c.infrastructure} lost ({c.trouble})" if c.infrastructure else ""
@@ -241,6 +242,7 @@ def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
         else ""
     )
     yield "cases", f"{c.cases}: {counts}{lost}; {c.seconds:.1f} s{rate}; seed {c.seed}{first}"
+    yield "compiled", str(c.compiled)
     yield "refused", "; ".join(f"{text} ({n})" for text, n in c.refusals.most_common(4))
     if c.declared is None:
         yield "serves", _served(c)
@@ -303,6 +305,7 @@ def campaign_json(
         "seconds_to_first_failure": c.seconds_to_first_failure,
         "failures": [failure_json(f, replay(f)) for f in c.failures],
         "environment": info.get("environment", {}),
+        "compiled": c.compiled.to_json(),
         "seed": c.seed,
         "stopped": c.stopped,
         "blind": blind_because(c, command, min_cases),

@@ -44,9 +44,12 @@ class Session:
 
 
 @contextmanager
-def opened(target: str, options: Options) -> Iterator[Session]:
-    """The session of a target; Stop says in one sentence why there is none. Its worker ends with it."""
-    runner = _runner(target, options)
+def opened(target: str, options: Options, arch: str = "") -> Iterator[Session]:
+    """The session of a target; Stop says in one sentence why there is none. Its worker ends with it.
+
+    `arch` is an architecture to pretend, for what the target compiles (see offline).
+    """
+    runner = _runner(target, options, arch)
     try:
         declared = region_from_json(runner.info["supports"])
         region = narrowed(region_from_json(runner.info["expressible"]) or Region(), declared, options)
@@ -56,13 +59,13 @@ def opened(target: str, options: Options) -> Iterator[Session]:
             runner.close()
 
 
-def _runner(target: str, options: Options) -> Runner | Worker:
+def _runner(target: str, options: Options, arch: str) -> Runner | Worker:
     dialect, device, contract = options.dialect, options.device or "cpu", options.contract
     try:
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract)
-        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log)
+        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log, arch=arch)
     except DeviceAbsent as e:
         raise Stop(str(e), Exit.BLIND) from None
     except TargetError as e:

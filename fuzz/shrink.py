@@ -66,6 +66,7 @@ class Shrinker:
         still_fails: Callable[[Case], bool],
         budget: Budget = Budget(),
         clock: Callable[[], float] = time.monotonic,
+        first: tuple[Pass, ...] = (),
     ) -> None:
         self.best = case
         self.probes = 0
@@ -76,6 +77,7 @@ class Shrinker:
         self._clock = clock
         self._end = clock() + budget.seconds
         self._known: dict[str, bool] = {case.key: True}
+        self._first = first
 
     def run(self) -> Case:
         """The simplest failing case that the budget allows; `complete` says whether a fixpoint was reached."""
@@ -87,6 +89,7 @@ class Shrinker:
         return self.best
 
     def _settle(self) -> None:
+        self._fixpoint(self._first)
         while True:
             for self.seeds in ((), SMALL_SEEDS):
                 self._fixpoint(CHEAP)
@@ -180,6 +183,18 @@ def lower_sizes(s: Shrinker) -> None:
     """Each size to 1, else down by bisection, else to a smaller size where kernels change behaviour."""
     for name in ("B", "Lq", "Lk", "D", "Dv"):
         _lower(s, [name])
+
+
+def lower_lengths(s: Shrinker) -> None:
+    """The sizes that no kernel is compiled for."""
+    for name in ("B", "Lq", "Lk"):
+        _lower(s, [name])
+
+
+def plain_arguments(s: Shrinker) -> None:
+    """Default values of what kernels take as arguments, without another structure."""
+    for name in ("data", "grad", "scale"):
+        s.takes(**{name: getattr(DEFAULT, name)})
 
 
 def _lower(s: Shrinker, names: list[str]) -> None:
@@ -325,4 +340,6 @@ def _steps(case: Case) -> list[Mapping[str, Any]]:
 CHEAP: tuple[Pass, ...] = (
     leap, drop_features, lower_sizes, lower_heads, lower_together, simplify_mask, simplify_values, lower_seed,
 )  # fmt: skip
+WITHIN_BUCKET: tuple[Pass, ...] = (plain_arguments, lower_lengths, lower_seed)
+"""Passes that compile nothing new: run first where a structure costs seconds to compile, so that the others begin small."""
 THOROUGH: tuple[Pass, ...] = (trade_sizes, size_for_feature, other_kinds, reseed_edges, lower_pairs)

@@ -14,7 +14,7 @@ from .found import Campaign, Failure, Policy
 from .judge import Verdict
 from .nearest import neighbours
 from .pattern import explain
-from .shrink import Budget, Shrinker
+from .shrink import WITHIN_BUCKET, Budget, Shrinker
 from .simpler import size
 from .stateful import as_sequence, preceding, together
 from .tensors import MAX_ORACLE_BYTES, build, oracle_bytes
@@ -72,7 +72,8 @@ class Study:
         thorough = key.partition(":")[0] not in PLAIN_ORACLES
         hangs = key.startswith("hang:")
         budget = Budget(self._probes(key), self.policy.slow_probes * HANG_SECONDS if hangs else seconds)
-        s = Shrinker(self.book.found[key].simplest.case, self._still_fails(key, thorough), budget, self.clock)
+        first = WITHIN_BUCKET if self.policy.variants else ()
+        s = Shrinker(self.book.found[key].simplest.case, self._still_fails(key, thorough), budget, self.clock, first)
         with _hurried(self.book.judge.runner) if hangs else nullcontext():
             s.run()
         failure = self._failure(key, s, thorough)

@@ -16,10 +16,13 @@ from ..impls.loading import TargetError
 from ..oracles.finding import Finding
 from . import wire
 from .case import Case
+from .compiling import Compiled
 from .execute import DeviceAbsent, Execution
 from .nursery import START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
 
 DEADLINE = 60.0
+COMPILE_SECONDS = 300.0
+"""For all that one case compiles, apart from its deadline."""
 GROWTH = 1 << 30
 """A child whose resident memory grew by this much is replaced between two cases."""
 HISTORY = 32
@@ -43,11 +46,14 @@ class Worker:
         contract: str = "",
         log: Path | None = None,
         deadline: float = DEADLINE,
+        arch: str = "",  # pretended, see offline
     ) -> None:
         self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
+        self.arguments |= {"arch": arch} if arch else {}
         self.deadline = deadline
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target
+        self.compiled = Compiled()
         self.history: deque[Case] = deque(maxlen=HISTORY)
         self._count = 0
         self._log = open(log, "a", encoding="utf-8") if log else None  # noqa: SIM115 (closed by close)
@@ -64,6 +70,7 @@ class Worker:
             again = self._attempt(case, request, deadline or self.deadline)
             self.lost += not isinstance(again, _Killed)
             out = again
+        self.compiled.add(out.compiled)
         self._write({"done": self._count, "status": out.status})
         return out
 
@@ -127,8 +134,8 @@ class Worker:
         self.history.append(case)
         try:
             message, tensors = child.ask(request, started + seconds)
-        except wire.Late:
-            return self._death(Execution("hung", message=f"no answer within {seconds:g} s"), child)
+        except wire.Late as late:
+            return self._death(Execution("hung", message=str(late) or f"no answer within {seconds:g} s"), child)
         except (wire.Closed, wire.Garbled):
             return self._death(child.obituary(), child)
         out = _execution(message, tensors)
@@ -217,9 +224,26 @@ class _Child:
         return TargetError(f"target {target} could not be imported: {ending}", lines)
 
     def ask(self, message: dict[str, Any], deadline: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Send a message and wait for the answer."""
+        """Send a message and wait for the answer. While the child says that it compiles, its deadline stands still."""
         wire.send(self.requests, message)
-        return wire.receive(self.replies, deadline)
+        left = COMPILE_SECONDS
+        while True:
+            answer, tensors = wire.receive(self.replies, deadline)
+            if "compiling" not in answer:
+                return answer, tensors
+            began = time.monotonic()
+            self._compiled(answer["compiling"], began + left)
+            took = time.monotonic() - began
+            left, deadline = left - took, deadline + took
+
+    def _compiled(self, variant: str, deadline: float) -> None:
+        """Wait for the end of a compilation; raises wire.Late with a sentence."""
+        try:
+            while variant and wire.receive(self.replies, deadline)[0]["compiling"]:
+                pass
+        except wire.Late:
+            name = variant.partition(" ")[0]
+            raise wire.Late(f"{name} was not compiled within {COMPILE_SECONDS:g} s for one case") from None
 
     def obituary(self) -> Execution:
         """How the child died, as an execution."""

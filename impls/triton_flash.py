@@ -20,6 +20,9 @@ from . import register
 OPEN = 1 << 30
 """A band edge beyond every key: sums with an index stay below 2**31."""
 
+HEADS = 16
+"""Query heads that a tile of a few queries takes on a GPU, however many there are: a number for each would be compiled for each."""
+
 GRID_LIMIT = 65535
 """What CUDA allows on the second and third axis of a grid: heads and batches."""
 
@@ -78,6 +81,7 @@ class Problem:
     def of(cls, q: Tensor, k: Tensor, mask: Mask | None, scale: float, softcap: float) -> Problem:
         """A causal mask or window as a band; any other mask dense, one byte a pair, with size 1 where it is the same."""
         B, Hq, Lq, _ = q.shape
+        scale, softcap = float(scale), float(softcap)  # an integer would be another kernel
         match mask:
             case None | Full():
                 return cls(-OPEN, OPEN, None, scale, softcap)
@@ -130,8 +134,8 @@ def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
     """Tile sizes, a function of shapes and dtype alone: BLOCK_N keys; BLOCK_M rows, which are ROWS queries of several heads.
 
     A short query tile takes further query heads of its group, which read the same keys. On a GPU only the largest tiles are
-    compiled. The largest tile keeps two stages of
-    k and v, q and do, in the 99 KB of shared memory of consumer GPUs.
+    compiled, for one head or for HEADS. The largest tile keeps two stages of k and v, q and do, in the 99 KB of shared memory of
+    consumer GPUs.
     """
     (_, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
     width = max(_power_of_2(D, 16, 256), _power_of_2(Dv, 16, 256))
@@ -142,6 +146,8 @@ def tiles(q: Tensor, k: Tensor, Dv: int) -> dict[str, int]:
         )  # without tensor cores a dot is unrolled into multiply-adds: compilation is cubic in this
     rows = _power_of_2(Lq, 1, largest)
     heads = _power_of_2(Hq // Hkv, 1, largest // rows)
+    if q.is_cuda:
+        heads = HEADS if heads > 1 and rows * HEADS <= largest else 1
     block_m = largest if q.is_cuda else max(16, rows * heads)
     return {
         "ROWS": block_m // heads,

@@ -18,7 +18,7 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 LAYERS = (
-    ("compat", "fuzz", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
+    ("compat", "fuzz", "fuzz.compiling", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
     ("fuzz.masks", "fuzz.values"),
     ("fuzz.case",),
     ("fuzz.generate", "fuzz.ladders", "fuzz.literals", "fuzz.pattern", "fuzz.region", "fuzz.simpler", "fuzz.words"),
@@ -28,8 +28,9 @@ LAYERS = (
     ("fuzz.dialects",),
     ("fuzz.commands", "fuzz.probe", "fuzz.repro"),
     ("fuzz.execute",),
+    ("fuzz.offline",),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),
-    ("fuzz.book", "fuzz.found", "fuzz.session"),
+    ("fuzz.book", "fuzz.buckets", "fuzz.found", "fuzz.session"),
     ("fuzz.listing", "fuzz.outcome", "fuzz.progress", "fuzz.report", "fuzz.study"),
     ("fuzz.engine",),
     ("fuzz.hunting",),

@@ -8,11 +8,11 @@ import traceback
 
 import click
 
-from .ci import gate
+from .ci import gate, warm
 from .fuzz import cli
 from .fuzz.commands import Exit, Stop, flashproof
 
-MODULES = (cli, gate)
+MODULES = (cli, gate, warm)
 """Importing them registered their commands."""
 
 

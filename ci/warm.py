@@ -1,0 +1,114 @@
+"""`flashproof warm`: what a hunt on a GPU would compile, compiled on a machine without one into Triton's cache on disk."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..fuzz.case import Case
+from ..fuzz.commands import COUNT, FOLDER, JSON, SEED, Exit, Options, Stop, flashproof, takes_options
+from ..fuzz.compiling import Compiled
+from ..fuzz.engine import hunt
+from ..fuzz.hunting import COMPILING
+from ..fuzz.judge import Verdict
+from ..fuzz.offline import ARCHITECTURES
+from ..fuzz.outcome import Outcome, write_json
+from ..fuzz.region import Region
+from ..fuzz.session import WIDTH, Session, opened
+
+EXAMPLES = 400
+"""Cases after which a hunt has nothing left to compile: the limit of variants is reached before."""
+
+
+@flashproof.command()
+@click.argument("target")
+@click.option(
+    "--arch", type=click.Choice(list(ARCHITECTURES)), required=True, help="The GPU's architecture, as in sm_90."
+)
+@click.option(
+    "--cache", type=FOLDER, default=None, metavar="DIR", help="Triton's cache (default: TRITON_CACHE_DIR or Triton's own)."
+)
+@click.option(
+    "--examples", type=COUNT, default=EXAMPLES, show_default=True, metavar="N", help="Cases whose kernels are compiled."
+)
+@SEED
+@takes_options
+@JSON
+def warm(
+    target: str, arch: str, cache: Path | None, examples: int, seed: int, options: Options, json_file: Path | None
+) -> Exit:
+    """Compile what a hunt on TARGET with this seed needs, without a GPU, into a cache for the machine that has one.
+
+    Example: flashproof warm triton_flash --arch sm_90 --cache triton-cache
+    """
+    if options.device or options.in_process:
+        raise Stop("warm pretends a device of --arch in a process of its own: leave out --device and --in-process")
+    folder = cache or Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
+    with opened(target, replace(options, device="cuda"), arch) as session:
+        compiler = _Compiler(session)
+        session.runner.probe()
+        campaign = hunt(compiler, session.region, examples=examples, seed=seed, policy=COMPILING)
+    outcome = Outcome(target, session, campaign.cases, campaign.accepted, campaign.refused, campaign.inexpressible)
+    outcome.seconds, outcome.lost = campaign.seconds, campaign.infrastructure
+    outcome.warnings = [f"{what} ({n})" for what, n in compiler.raised.most_common()]
+    if not campaign.compiled.variants:
+        outcome.problems.append(f"{target} compiled nothing that can be kept: it launched no Triton kernel")
+    outcome.extra = {"arch": arch, "cache": str(folder), "seed": seed, "compiled": campaign.compiled.to_json()}
+    _say(outcome, campaign.compiled, arch, folder)
+    write_json(json_file, [outcome])
+    return outcome.code
+
+
+@dataclass
+class _Compiler:
+    """In a judge's place: it runs every case once for what it compiles. `raised` counts what kernels that do nothing led to."""
+
+    session: Session
+    raised: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def runner(self) -> Any:
+        """What runs the target."""
+        return self.session.runner
+
+    @property
+    def region(self) -> Region | None:
+        """The region that the target declares."""
+        return self.session.declared
+
+    def check(self, case: Case, thorough: bool = False, *, explain: bool = True) -> Verdict:  # noqa: ARG002
+        """Whether the case was taken: refused counts as it would in a hunt."""
+        out = self.runner.run(case)
+        wrongly = self.region is not None and not self.region.refuses(case)
+        if out.status in ("raised", "crashed", "hung"):
+            self.raised[f"{out.status}: {out.message}"] += 1
+        apart = out.status in ("inexpressible", "infrastructure") or (out.status == "refused" and not wrongly)
+        return Verdict(case, out.status if apart else "pass", execution=out)
+
+    def again(self, case: Case, thorough: bool = True) -> Verdict:
+        """The same."""
+        return self.check(case, thorough)
+
+    def restart(self) -> None:
+        """Nothing: what is compiled lies on disk."""
+
+
+def _say(outcome: Outcome, compiled: Compiled, arch: str, folder: Path) -> None:
+    told = compiled.to_json()
+    kernels = ", ".join(f"{name} {n}" for name, n in told["kernels"].items())
+    rows = (
+        ("target", f"{outcome.target} for {arch}, {outcome.cases} cases, {outcome.refused} refused"),
+        ("compiled", f"{told['variants']} variants, {told['built']} of them new, in {told['seconds']:.1f} s: {kernels}"),
+        ("cache", str(folder)),
+        *(("warning", text) for text in outcome.warnings[:4]),
+        *(("problem", text) for text in outcome.problems),
+    )
+    for name, text in rows:
+        click.echo("\n".join(textwrap.wrap(f"{name:9} {text}", WIDTH, subsequent_indent=" " * 10)))
