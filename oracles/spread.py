@@ -249,7 +249,11 @@ def _dq(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
         v = v + NU * (c.ds_u * f.row_ties * (r.ads @ r.ak)) ** 2
     dq2 = r.dq * r.dq
     common = f.lse + NU * (units.acc * r.n / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
-    return cast(Array, square * v + common * dq2 + c.out_eta**2 / 3)
+    v = square * v + common * dq2 + c.out_eta**2 / 3
+    if c.dq_acc_u:
+        partial = dq2 + square * ((r.ds * r.ds) @ k2)
+        v = v + np.ceil(r.n / c.kv_tile) * (NU * c.dq_acc_u**2 * partial + c.acc_eta**2 / 3)
+    return cast(Array, v)
 
 
 def _dk(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta: Array, p2: Array) -> Array:
