@@ -29,7 +29,7 @@ FITTING = 0.5
 """The share of the time that running may take."""
 LONGEST = 64
 CONFORMING = Arithmetic(q_tile=32, kv_tile=32)
-PLAIN = ("normal", "offset", "normal", "mixedscale", "normal", "outlier")
+PLAIN = ("normal", "normal", "normal", "normal", "normal", "offset", "normal", "outlier")
 """Data of the cases whose errors are measured. A large mean of v tells a rounding of dP from one of P."""
 SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
 """Data of further plain cases: small gradients show what is rounded near the end of the format."""
@@ -38,20 +38,23 @@ SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
 def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
     """`count` cases inside the region: half of them plain ones, whose errors are measured first, half as a hunt draws them."""
     plain = [c for i in range(8 * count) if not region.refuses(c := _plain(region, i, seed))][: count // 2]
-    strategy = all_cases(replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout"))
+    strategy = all_cases(
+        replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
+    )
     rest = drawn(strategy, 2 * (count - len(plain)), seed)
     return [*plain, *{c.key: c for c in rest if c.requires_grad or not region.backward}.values()][:count]
 
 
 def _plain(region: Region, index: int, seed: int) -> Case:
     """The case of an index: dtypes in turn, sizes of some tiles, several heads, a mask or a bias now and then."""
+
     def pick(purpose: int, *options: Any) -> Any:
         return options[int(uniform_bits(seed, purpose, index)) % len(options)]
 
     dtype = region.dtypes[index % len(region.dtypes)]
     turn = index // len(region.dtypes)
-    dims = [d for d in region.head_dims or (24, 40, 16, 48, 64) if d <= region.max_head_dim] or [region.max_head_dim]
-    Lq, Lk = pick(1, 33, 48, 20, 64, 100), pick(2, 33, 48, 24, 64)
+    dims = [d for d in region.head_dims or (24, 40, 48, 56) if d <= region.max_head_dim] or [region.max_head_dim]
+    Lq, Lk = pick(1, 33, 48, 20, 40, 72), pick(2, 33, 48, 24, 40)
     Lq, Lk = (max(n, region.min_len) for n in (Lq, Lk if region.lq_differs else Lq))
     heads = pick(3, 1, 2, 3, 4) if region.gqa else 1
     small = turn >= MEASURED and turn % 2
@@ -60,7 +63,7 @@ def _plain(region: Region, index: int, seed: int) -> Case:
     return Case(
         B=1, Hq=heads, Hkv=1, Lq=Lq, Lk=Lk, D=D, Dv=D, dtype=dtype, seed=seed * 100_003 + index,
         mask=pick(5, *_masks(region, Lq == Lk)), bias="normal" if bias else "", mask_form="flags",
-        scale=pick(6, None, 0.37) if region.scale else None, data=pick(7, *(SMALL if small else PLAIN)),
+        scale=0.37 if region.scale and (D & (D - 1) == 0 or pick(6, 0, 1)) else None, data=pick(7, *(SMALL if small else PLAIN)),
         grad="scaled" if small and turn % 4 == 1 else "normal",
         requires_grad=("qkvb" if bias and region.bias_grad else "qkv") if region.backward else "",
     )  # fmt: skip
@@ -86,7 +89,14 @@ def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sampl
         problem = Problem.of(build(case))
         measured = counts.get(case.dtype, 0) < MEASURED and case.data in PLAIN
         counts[case.dtype] = counts.get(case.dtype, 0) + measured
-        yield Sample(problem, execution.outputs, case.dtype, _conforming(problem, case) if measured else None, sentence(case))
+        yield Sample(
+            problem,
+            execution.outputs,
+            case.dtype,
+            _conforming(problem, case) if measured else None,
+            sentence(case),
+            case.data,
+        )
 
 
 def _conforming(problem: Problem, case: Case) -> dict[str, Tensor]:

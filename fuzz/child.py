@@ -120,7 +120,7 @@ def _kind(error: Exception) -> str:
 
 def _answer(runner: Runner, requests: int, replies: int) -> None:
     message, _ = wire.receive(requests)
-    operation: Callable[..., None] = {"run": _run, "probe": _probe}[message.pop("op")]
+    operation: Callable[..., None] = {"run": _run, "probe": _probe, "compiled": _compiled}[message.pop("op")]
     operation(runner, replies, message)
 
 
@@ -139,6 +139,10 @@ def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
 def _probe(runner: Runner, replies: int, _: dict[str, Any]) -> None:
     rows, findings = runner.probe()
     wire.send(replies, {"rows": rows, "findings": [f.to_json() for f in findings]})
+
+
+def _compiled(runner: Runner, replies: int, _: dict[str, Any]) -> None:
+    wire.send(replies, runner.compiled())
 
 
 class Printed:

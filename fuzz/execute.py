@@ -23,6 +23,7 @@ from ..oracles.allocations import GuardedAllocations
 from ..oracles.contract import contract_for
 from ..oracles.finding import Finding
 from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
+from . import compilations
 from .case import Case
 from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
 from .probe import probe_keywords, seed_generators
@@ -152,6 +153,7 @@ class Runner:
     def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
         """The case's call sequence; the outputs are those of its last call."""
         started = time.perf_counter()
+        compilations.watch()
         out = Execution("ok")
         inputs = build(case, self.device)
         try:
@@ -172,6 +174,10 @@ class Runner:
     def probe(self) -> tuple[dict[str, str], list[Finding]]:
         """Per bound keyword, whether it changes the answer; findings of the keywords that are accepted and ignored."""
         return probe_keywords(self.binding, self.implementation.call, self.device)
+
+    def compiled(self) -> dict[str, Any]:
+        """What was compiled in this process so far."""
+        return compilations.compiled()
 
     def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:
         first = self._once(inputs, out) if inputs.case.sequence else None

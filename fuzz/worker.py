@@ -78,6 +78,16 @@ class Worker:
             return dict.fromkeys(self.info["bound"], f"not probed: {reason}"), []
         return message["rows"], [Finding.from_json(f) for f in message["findings"]]
 
+    def compiled(self) -> dict[str, Any]:
+        """What the present child compiled so far; nothing if there is none."""
+        if self._child is None:
+            return {}
+        try:
+            return self._child.ask({"op": "compiled"}, time.monotonic() + self.deadline)[0]
+        except (wire.Closed, wire.Late, wire.Garbled):
+            self._drop()
+            return {}
+
     def restart(self) -> None:
         """End the child; the next case runs in a fresh one."""
         self._drop()

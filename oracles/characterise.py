@@ -25,20 +25,21 @@ from .spread import sigmas
 from .taint import separate
 from .traits import TIGHTEST, TRAITS, Trait
 
-VIOLATION, COST = 3.0, 0.5
+VIOLATION, COST, CAUTIOUS = 3.0, 0.5, 2.5
+"""What promises more than the default does costs more."""
+TOO_LARGE, TOO_SMALL = 3.0, 0.7
+"""Errors larger than expected speak against a contract; smaller ones less so, since expectations err on that side."""
 EVIDENCE = 0.04
 """A trait is seen in a tensor when its errors come this much nearer to their expected size, in natural logarithms."""
-DEAD_ZONE = {"16 bit": (-0.05, 0.05), "witness": (-1.2, 0.45)}
+DEAD_ZONE = {"16 bit": (-0.05, 0.1), "witness": (-1.2, 0.45)}
 """How far the size may be off at no cost. A tensor that holds float32 is a witness: its errors show the order of additions,
 which nobody declares, and the default leaves room for an exponential of the hardware."""
 UNEXPLAINED = {"16 bit": math.log(1.15), "witness": math.log(2.5)}
-HIDDEN = 2.0
-"""Log of the size that counts where a contract expects errors so large that first order says nothing."""
-MEASURED = 40
+MEASURED = 32
 """Runs of each dtype whose errors are measured; all are held to their limits."""
 FEW = 8
 """Of those, runs of each dtype by which the LIKELY traits are picked that are tried on all."""
-LIKELY = 8
+LIKELY, BEAM = 10, 3
 VIOLATING = 30
 """Runs beyond a limit on which traits are tried; the fitted contract is held against all."""
 ROUNDS = 8
@@ -55,6 +56,7 @@ class Sample:
     dtype: str
     conforming: Mapping[str, Tensor] | None = None
     words: str = ""
+    kind: str = ""  # of its data: what is expected is calibrated for each kind
 
     @cached_property
     def reference(self) -> Reference:
@@ -85,7 +87,14 @@ class Sample:
     def plain(self) -> bool:
         """Whether elements against limits is all there is to say: finite numbers, the right shapes, no row without a key."""
         r = self.reference
-        tensors = (self.problem.q, self.problem.k, self.problem.v, self.problem.do, self.problem.dlse, self.problem.bias)
+        tensors = (
+            self.problem.q,
+            self.problem.k,
+            self.problem.v,
+            self.problem.do,
+            self.problem.dlse,
+            self.problem.bias,
+        )
         finite = all(bool(t.isfinite().all()) for t in tensors if t is not None)
         alike = all(x.shape == r.arrays[n].shape and np.isfinite(x).all() for n, x in self.given.items())
         return finite and alike and not r.dead.any()
@@ -147,7 +156,9 @@ class Fit:
         return {n: getattr(self, n) for n in plain} | {"traits": traits}
 
 
-def fit(samples: Sequence[Sample], device: str = "cpu", kept: str = "", over: Callable[[], bool] = lambda: False) -> Fit:
+def fit(
+    samples: Sequence[Sample], device: str = "cpu", kept: str = "", over: Callable[[], bool] = lambda: False
+) -> Fit:
     """The contract that describes the runs. `kept` are items that no fit can see; `over` says that time is up."""
     with np.errstate(all="ignore"):
         return _Fitting(samples, device, kept, over).run()
@@ -189,17 +200,24 @@ class _Fitting:
 
     def run(self) -> Fit:
         """Add the trait that helps most, take away those that it makes needless, and so on until none helps."""
-        state = first = self._state(())
-        candidates = _distinct(TRAITS, self._contracts)
+        first = self._state(())
+        beam, candidates = [first], _distinct(TRAITS, self._contracts)
         for _ in range(ROUNDS):
-            likely = self._likely(candidates, state)
-            tried = [self._state(_with(state.traits, t)) for t in likely]
-            tried += [self._state(_with([x for x in state.traits if x is not old], t)) for old in state.traits for t in likely]
-            best = min(tried, key=lambda s: s.loss, default=state)
-            if best.loss >= state.loss or self.over():
+            found = {s.traits: s for state in beam for s in (*self._changed(state, candidates), state)}
+            best = sorted(found.values(), key=lambda s: s.loss)[:BEAM]
+            if best == beam or self.over():
                 break
-            state = self._pruned(best)
-        return self._fit(first, state)
+            beam = best
+        return self._fit(first, self._pruned(beam[0]))
+
+    def _changed(self, state: _State, candidates: list[Trait]) -> list[_State]:
+        """The states with one trait more, or one in the place of another."""
+        out = []
+        for t in self._likely(candidates, state):
+            for kept in (state.traits, *([x for x in state.traits if x is not old] for old in state.traits)):
+                if not self.over():
+                    out.append(self._state(_with(kept, t)))
+        return out
 
     def _likely(self, candidates: Iterable[Trait], state: _State) -> list[Trait]:
         """The LIKELY traits to be tried: by the size of errors in few runs those that may do better than the state does.
@@ -208,10 +226,16 @@ class _Fitting:
         """
         scale = len(self.measured) / max(1, len(self.few))
         free = [t for t in candidates if t not in state.traits]
-        bounds = [(self._misfit(_with(state.traits, t), self.few) * scale, t) for t in free if not t.policy and not self.over()]
+        bounds = [(self._quick(_with(state.traits, t), scale), t) for t in free if not t.policy and not self.over()]
         likely = sorted((pair for pair in bounds if COST + 0.6 * pair[0] < state.loss), key=lambda pair: pair[0])
         special = any(not self.samples[i].plain for i, _ in state.beyond)
         return [t for _, t in likely[:LIKELY]] + [t for t in free if t.policy and special]
+
+    def _quick(self, traits: tuple[Trait, ...], scale: float) -> float:
+        """What a state would lose, judged by few runs."""
+        some = self.suspects[:: max(1, len(self.suspects) // FEW)][:FEW]
+        beyond = len(self._beyond(traits, some)) * self.share * len(self.suspects) / max(1, len(some))
+        return self._misfit(traits, self.few) * scale + VIOLATION * beyond
 
     def _pruned(self, state: _State) -> _State:
         """The state without traits that others have made needless."""
@@ -236,7 +260,11 @@ class _Fitting:
         key = tuple(sorted(traits, key=TRAITS.index))
         if key not in self.states:
             beyond = self._beyond(key, self.suspects)
-            loss = self._misfit(key, self.measured) + VIOLATION * self.share * len(beyond) + COST * len(key)
+            loss = (
+                self._misfit(key, self.measured)
+                + VIOLATION * self.share * len(beyond)
+                + sum(CAUTIOUS if t.tightens else COST for t in key)
+            )
             self.states[key] = _State(key, self._logs(key, self.measured), beyond, loss)
         return self.states[key]
 
@@ -262,16 +290,18 @@ class _Fitting:
             if key not in self.sizes:
                 self.sizes[key] = _log_sizes(s, s.errors, key[1])
             for name, x in self.sizes[key].items():
-                out.setdefault((s.dtype, name), []).append(x - self.base.get((s.dtype, name), 0.0))
+                factor = 0.0 if _unrounded(name, key[1]) else self.base.get((s.dtype, name, s.kind), 0.0)
+                out.setdefault((s.dtype, name), []).append(x - factor)
         return out
 
-    def _conforming(self) -> dict[tuple[str, str], float]:
-        """Per (dtype, tensor) the mean log of a conforming implementation's errors over what the tightest contract expects."""
+    def _conforming(self) -> dict[tuple[str, str, str], float]:
+        """Per (dtype, tensor, kind of data) the mean log of a conforming implementation's errors over what the tightest contract expects."""
         contracts, found = self._by_dtype(()), {}
         for s in self.measured:
             for name, x in _log_sizes(s, s.conforming_errors, contracts[s.dtype]).items():
-                found.setdefault((s.dtype, name), []).append(x)
-        return {(d, n): _mean(values) for (d, n), values in found.items() if _kind(n, d) == "16 bit"}
+                if _kind(name, s.dtype) == "16 bit":
+                    found.setdefault((s.dtype, name, s.kind), []).append(x)
+        return {key: _mean(values) for key, values in found.items()}
 
     def _fit(self, first: _State, state: _State) -> Fit:
         left = self._beyond(state.traits, range(len(self.samples)))
@@ -283,7 +313,7 @@ class _Fitting:
         out.tighter = self._tighter(state)
         out.beyond = (len({i for i, _ in self.start}), len({i for i, _ in left}))
         for (dtype, name), logs in state.logs.items():
-            before, after = math.exp(_mean(first.logs[dtype, name])), math.exp(_mean(logs))
+            before, after = math.exp(_mean(first.logs.get((dtype, name), [0.0]))), math.exp(_mean(logs))
             out.sizes.setdefault(dtype, {})[name] = (round(before, 3), round(after, 3))
         out.unexplained = [*self._left(left), *self._large(state)]
         return out
@@ -295,14 +325,20 @@ class _Fitting:
         evidence = {}
         for n in names:
             pairs = [(k, without.logs[k]) for k in without.logs if k[1] == n]
-            changed = [k for k, logs in pairs if abs(_mean(logs) - _mean(state.logs[k])) > EVIDENCE / 2] or [k for k, _ in pairs]
-            sizes = [math.exp(_mean([x for k in changed for x in s.logs[k]])) if changed else 0.0 for s in (without, state)]
+            pairs = [(k, logs) for k, logs in pairs if k in state.logs]
+            changed = [k for k, logs in pairs if abs(_mean(logs) - _mean(state.logs[k])) > EVIDENCE / 2] or [
+                k for k, _ in pairs
+            ]
+            sizes = [
+                math.exp(_mean([x for k in changed for x in s.logs[k]])) if changed else 0.0 for s in (without, state)
+            ]
             counts = [sum(x == n for _, x in s.beyond) for s in (without, state)]
             evidence[n] = (counts[0], counts[1], round(sizes[0], 3), round(sizes[1], 3))
         return Seen(trait, evidence)
 
     def _preset(self, spec: str) -> str:
         """A preset that declares the same arithmetic, tiles aside."""
+
         def alike(words: str) -> list[Contract]:
             return [contract_for(words, d, self.device).but(spec="", kv_tile=8, q_tile=16) for d in self.dtypes]
 
@@ -312,7 +348,9 @@ class _Fitting:
 
     def _tighter(self, state: _State) -> str:
         """Items that take back what the default allows and no run shows, where runs could have shown it."""
-        chosen = {t.name for t in state.traits} | ({"gqa", "dbias"} if any(t.name == "lowp" for t in state.traits) else set())
+        chosen = {t.name for t in state.traits} | (
+            {"gqa", "dbias"} if any(t.name == "lowp" for t in state.traits) else set()
+        )
         could = {
             "gqa": any(s.problem.sizes[1] > s.problem.sizes[2] and "dk" in s.errors for s in self.measured),
             "dbias": any("dbias" in s.errors and s.problem.bias is not None for s in self.measured),
@@ -328,7 +366,9 @@ class _Fitting:
             runs = sorted(i for i, n in left if n == name)
             if runs:
                 many = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-                out.append(f"{name}: {many} of {len(self.samples)} still beyond the limit, as in {self.samples[runs[0]].words}")
+                out.append(
+                    f"{name}: {many} of {len(self.samples)} still beyond the limit, as in {self.samples[runs[0]].words}"
+                )
         return out
 
     def _large(self, state: _State) -> list[str]:
@@ -348,6 +388,11 @@ def _measured(samples: Sequence[Sample]) -> list[Sample]:
             counts[s.dtype] += 1
             out.append(s)
     return out
+
+
+def _unrounded(name: str, contract: Contract) -> bool:
+    """Whether nothing is rounded on the way to a tensor but the tensor itself: its expected size needs no factor then."""
+    return not (contract.p_u if name in ("o", "dv") else contract.ds_u)
 
 
 def _with(traits: Iterable[Trait], new: Trait) -> tuple[Trait, ...]:
@@ -375,19 +420,22 @@ def _outside(sample: Sample, contract: Contract) -> list[str]:
         report = judge_problem(sample.problem, sample.outputs, contract)
     except ArithmeticError:  # ours, and nothing can be said of the target
         return []
-    return [n for n, used in report.budget.items() if used > 1.0] + [f.tensor for f in report.findings if f.oracle == "shape"]
+    return [n for n, used in report.budget.items() if used > 1.0] + [
+        f.tensor for f in report.findings if f.oracle == "shape"
+    ]
 
 
 def _log_sizes(sample: Sample, errors: dict[str, Array], contract: Contract) -> dict[str, float]:
-    """Per tensor, the log of the root mean square of error over expected size; -HIDDEN where little has an expected size."""
+    """Per tensor with enough elements whose size can be expected, the log of the root mean square of error over that size."""
     expected = sigmas(sample.reference, contract, backward=any(n not in ("o", "lse") for n in errors)) if errors else {}
-    return {n: _log_size(e, expected[n]) for n, e in errors.items()}
+    sizes = {n: _log_size(e, expected[n]) for n, e in errors.items()}
+    return {n: x for n, x in sizes.items() if x is not None}
 
 
-def _log_size(error: Array, expected: Array) -> float:
+def _log_size(error: Array, expected: Array) -> float | None:
     ok = np.isfinite(expected) & (expected > 0) & np.isfinite(error)
     if int(ok.sum()) < FEWEST // 2:
-        return -HIDDEN
+        return None
     z = error[ok] / expected[ok]
     return float(np.log(np.clip(np.sqrt((z * z).mean()), 1e-6, 1e9)))
 
@@ -403,4 +451,5 @@ def _kind(name: str, dtype: str) -> str:
 def _misfit(name: str, dtype: str, log_size: float) -> float:
     """What the size of one run's errors counts: the square of how far it is off, beyond the dead zone."""
     low, high = DEAD_ZONE[_kind(name, dtype)]
-    return (log_size - min(max(log_size, low), high)) ** 2
+    off = log_size - min(max(log_size, low), high)
+    return (TOO_LARGE if off > 0 else TOO_SMALL) * off * off

@@ -279,7 +279,7 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
     if c.p_u:
         v = v + NU * (c.p_u * f.key_ties * (r.pz.swapaxes(-1, -2) @ r.ado)) ** 2
     if c.gqa_u and r.G > 1:
-        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.ado) ** 2 + r.G * c.gqa_eta**2 / 3
+        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.do) ** 2 + r.G * c.gqa_eta**2 / 3
     common = NU * (units.acc * r.nq / 3 + c.out_u**2) + units.rz
     return _low_accumulator(r, c, v + common * r.dv**2 + c.out_eta**2 / 3, r.dv, r.pz, do2)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_FLOAT32_INSIDE = "none needed: this is tighter than the default"
+
 
 @dataclass(frozen=True)
 class Trait:
@@ -25,13 +27,17 @@ class Trait:
     policy: bool = False
     assumed: bool = False
 
+    @property
+    def tightens(self) -> bool:
+        """Whether it takes from what the default contract allows, instead of adding to it."""
+        return self.code_change == _FLOAT32_INSIDE
+
 
 TIGHTEST = "gqa_u=0,gqa_eta=0,dbias_u=0,dbias_eta=0"
 """What takes from the default contract the roundings that it allows everybody: one of 16 bits fits without them first."""
 
 _TF32 = 'input_precision="ieee" in tl.dot; torch.backends.cuda.matmul.allow_tf32 = False'
 _ACC = "accumulate dk and dv in float32 across query tiles"
-_FLOAT32_INSIDE = "none needed: this is tighter than the default"
 
 
 def _formats(field: str, eta: str, words: str, change: str) -> tuple[Trait, ...]:
@@ -87,12 +93,9 @@ TRAITS: tuple[Trait, ...] = (
         )
         for n in (16, 32, 64, 128)
     ),
-    *(
-        Trait(
-            f"dq_acc_{n}", f"dq_acc_u=io,acc_eta=io_eta,kv_tile={n}",
-            f"dq accumulated in the dtype of q, k, v over tiles of {n} keys", "accumulate dq in float32 across key tiles", "dq_acc",
-        )
-        for n in (16, 32, 64, 128)
+    Trait(
+        "dq_acc", "dq_acc_u=io,acc_eta=io_eta", "dq accumulated in the dtype of q, k, v across key tiles",
+        "accumulate dq in float32 across key tiles", "dq_acc",
     ),
     Trait("lowp", "lowp", "every intermediate stored in the dtype of q, k, v", "keep scores, dP and P for dS in float32", "lowp"),
     Trait("tf32", "tf32", "float32 operands of dots rounded to TF32", _TF32, "dot_u"),

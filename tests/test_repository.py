@@ -18,7 +18,7 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 LAYERS = (
-    ("compat", "fuzz", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
+    ("compat", "fuzz", "fuzz.compilations", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
     ("fuzz.masks", "fuzz.values"),
     ("fuzz.case",),
     ("fuzz.generate", "fuzz.ladders", "fuzz.literals", "fuzz.pattern", "fuzz.region", "fuzz.simpler", "fuzz.words"),
@@ -29,10 +29,10 @@ LAYERS = (
     ("fuzz.commands", "fuzz.probe", "fuzz.repro"),
     ("fuzz.execute",),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),
-    ("fuzz.book", "fuzz.found", "fuzz.session"),
-    ("fuzz.listing", "fuzz.outcome", "fuzz.progress", "fuzz.report", "fuzz.study"),
+    ("fuzz.alternatives", "fuzz.book", "fuzz.found", "fuzz.session"),
+    ("fuzz.characterising", "fuzz.listing", "fuzz.outcome", "fuzz.progress", "fuzz.report", "fuzz.study"),
     ("fuzz.engine",),
-    ("fuzz.hunting",),
+    ("fuzz.hunting", "fuzz.inspecting"),
     ("fuzz.api", "fuzz.cli", "fuzz.plugin", "ci"),
     ("flashproof",),
     ("__main__",),
