@@ -1,4 +1,4 @@
-"""Commands about one target or its cases: inspect, fuzz, replay, repro, list."""
+"""Commands about one target or its cases: fuzz, replay, repro, list."""
 
 from __future__ import annotations
 
@@ -10,95 +10,18 @@ from pathlib import Path
 
 import click
 
-from .case import Case
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, load
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
-from .judge import Verdict
+from .inspecting import counts, told
 from .listing import TABLES, table
-from .masks import Causal
-from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
+from .outcome import KNOWN_OF_TARGET, Outcome, write_json
 from .repro import script
-from .session import Session, header, opened, resolved_lines
+from .session import header, opened
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
-from .words import sentence
 
 DEFAULT_SECONDS = 60.0
-SMOKE = 5
-
-
-@flashproof.command()
-@click.argument("target")
-@takes_options
-@JSON
-def inspect(target: str, options: Options, json_file: Path | None) -> Exit:
-    """Say what was understood of TARGET, probe its keywords and run five cases.
-
-    Example: flashproof inspect mykernels.attention:flash
-    """
-    outcome = Outcome(target)
-    started = time.monotonic()
-    with opened(target, options) as session:
-        outcome.session = session
-        _say(header(session))
-        click.echo("\ncontract, beyond IEEE float32 arithmetic")
-        _say(resolved_lines(session))
-        rows, ignored = session.runner.probe()
-        click.echo("\nkeywords")
-        _say(f"  {name:18} {seen}" for name, seen in rows.items())
-        click.echo("\ncases")
-        for case in smoke(session):
-            if outcome.accepted + outcome.refused + outcome.lost < SMOKE:
-                _told(outcome, session.judge.check(case, thorough=True))
-        if ignored:
-            outcome.failures.append(FailedCase(Case(), tuple(ignored)))
-            _say([f"FAIL {finding}" for finding in ignored])
-    outcome.seconds = time.monotonic() - started
-    write_json(json_file, [outcome])
-    click.echo(f"\n{_counts(outcome)}")
-    return outcome.code
-
-
-def smoke(session: Session) -> list[Case]:
-    """Small cases inside the target's region, each with something more in it; SMOKE of those that it can be told are run."""
-    region = session.region
-    D = region.head_dims[0] if region.head_dims else min(16, region.max_head_dim)
-    L = max(16, region.min_len)
-    grads = "qkv" if region.backward else ""
-    base = Case(dtype=region.dtypes[0], D=D, Dv=D, Lq=L, Lk=L, requires_grad=grads)
-    tries = (
-        base,
-        base.but(Hq=2, Hkv=2, B=2, dtype=region.dtypes[-1]),
-        base.but(mask=Causal(), Lq=2 * L + 1, Lk=2 * L + 1),
-        base.but(Hq=4, Hkv=2, Lk=65),
-        base.but(mask=Causal("bottom_right"), Lq=L, Lk=4 * L + 1),
-        base.but(Lq=130, Lk=130, data="outlier"),
-        base.but(Lq=3 * L, Lk=3 * L, layout_q="blhd", layout_k="blhd", layout_v="blhd"),
-        base.but(seed=1),
-        base.but(seed=2),
-    )
-    return [c for c in tries if not region.refuses(c)]
-
-
-def _told(outcome: Outcome, verdict: Verdict, path: Path | None = None) -> None:
-    """Count a verdict and print its lines."""
-    outcome.count(verdict)
-    if verdict.failures:
-        outcome.failures.append(FailedCase(verdict.case, verdict.failures, path))
-    said = verdict.execution.message if verdict.execution and verdict.status not in ("pass", "fail") else ""
-    click.echo(f"  {WORDS[verdict.status]:14} {said or sentence(verdict.case)}")
-    failing = {f.tensor for f in verdict.failures}
-    _say(f"    {f}" for f in verdict.findings if f.severity == "fail" or f.tensor not in failing)
-
-
-WORDS = {
-    "pass": "pass",
-    "fail": "FAIL",
-    "refused": "refused",
-    "inexpressible": "inexpressible",
-    "infrastructure": "LOST",
-}
 
 
 @flashproof.command()
@@ -153,7 +76,7 @@ def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Pa
     outcomes = []
     for (name, how), group in groupby(_records(paths, target, options), key=lambda r: r[:2]):
         outcomes.append(_replayed(name, how, [r[2:] for r in group]))
-        click.echo(f"{_counts(outcomes[-1])}\n")
+        click.echo(f"{counts(outcomes[-1])}\n")
         if outcomes[-1].interrupted:
             break
     write_json(json_file, outcomes)
@@ -169,7 +92,7 @@ def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]
         try:
             for path, record in saved:
                 click.echo(str(path))
-                _told(outcome, rerun(session, record), path)
+                told(outcome, rerun(session, record), path)
         except KeyboardInterrupt:
             outcome.interrupted = True
             outcome.problems.append(f"interrupted after {outcome.cases} of {len(saved)} cases")
@@ -209,20 +132,6 @@ def read(path: Path) -> Record:
     if needed > MAX_ORACLE_BYTES:
         raise Stop(f"{path}: a case must need at most {MAX_ORACLE_BYTES} bytes to judge, got one that needs {needed}")
     return record
-
-
-def _counts(outcome: Outcome) -> str:
-    parts = [
-        f"{outcome.cases} case{'s' * (outcome.cases != 1)}",
-        f"{len(outcome.failures)} wrong",
-        f"{outcome.accepted - len(outcome.failures)} right",
-    ]
-    parts += [
-        f"{n} {word}"
-        for n, word in ((outcome.refused, "refused"), (outcome.inexpressible, "inexpressible"), (outcome.lost, "lost"))
-        if n
-    ]
-    return ", ".join(parts)
 
 
 @flashproof.command()

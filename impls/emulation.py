@@ -335,6 +335,7 @@ class _Run:
             step = self.dot(ds, self.k[..., keys, :]) * self.p.scale
             lost = "dq_race" in self.faults and rows.start == 0 and keys == (key_tiles + key_tiles)[1]
             dq[..., rows, :] = self.accumulator(step if lost else dq[..., rows, :] + step, "dq")
+            dk[..., keys, :] = self.accumulator(dk[..., keys, :], "dk")
             dv[..., keys, :] = self.accumulator(dv[..., keys, :], "dv")
         out = {"dq": dq, "dk": self.fold(dk), "dv": self.fold(dv)}
         if dbias is not None and self.p.bias is not None:

@@ -249,7 +249,11 @@ def _dq(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
         v = v + NU * (c.ds_u * f.row_ties * (r.ads @ r.ak)) ** 2
     dq2 = r.dq * r.dq
     common = f.lse + NU * (units.acc * r.n / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
-    return cast(Array, square * v + common * dq2 + c.out_eta**2 / 3)
+    v = square * v + common * dq2 + c.out_eta**2 / 3
+    if c.dq_acc_u:
+        partial = dq2 + square * ((r.ds * r.ds) @ k2)
+        v = v + np.ceil(r.n / c.kv_tile) * (NU * c.dq_acc_u**2 * partial + c.acc_eta**2 / 3)
+    return cast(Array, v)
 
 
 def _dk(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta: Array, p2: Array) -> Array:
@@ -275,7 +279,7 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
     if c.p_u:
         v = v + NU * (c.p_u * f.key_ties * (r.pz.swapaxes(-1, -2) @ r.ado)) ** 2
     if c.gqa_u and r.G > 1:
-        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.ado) ** 2 + r.G * c.gqa_eta**2 / 3
+        v = v + NU * c.gqa_u**2 * per_head(r, r.pz, r.do) ** 2 + r.G * c.gqa_eta**2 / 3
     common = NU * (units.acc * r.nq / 3 + c.out_u**2) + units.rz
     return _low_accumulator(r, c, v + common * r.dv**2 + c.out_eta**2 / 3, r.dv, r.pz, do2)
 

@@ -1,0 +1,117 @@
+"""The runs from which a contract is fitted: drawn, run on the target, and beside a conforming implementation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..impls.emulation import Arithmetic
+from ..impls.emulation import run as emulated
+from ..oracles.characterise import KEPT_FIELDS, MEASURED, Fit, Sample, fit
+from ..oracles.exact import Problem
+from .case import Case
+from .generate import drawn
+from .hashing import uniform_bits
+from .masks import Causal, Mask
+from .region import Region
+from .session import Session
+from .strategies import cases as all_cases
+from .tensors import build
+from .words import sentence
+
+CASES = 500
+SECONDS = 75.0
+FITTING = 0.5
+"""The share of the time that running may take."""
+LONGEST = 64
+CONFORMING = Arithmetic(q_tile=32, kv_tile=32)
+PLAIN = ("normal", "normal", "normal", "normal", "normal", "offset", "normal", "outlier")
+"""Data of the cases whose errors are measured. A large mean of v tells a rounding of dP from one of P."""
+SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
+"""Data of further plain cases: small gradients show what is rounded near the end of the format."""
+
+
+def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
+    """`count` cases inside the region: half of them plain ones, whose errors are measured first, half as a hunt draws them."""
+    plain = [c for i in range(8 * count) if not region.refuses(c := _plain(region, i, seed))][: count // 2]
+    strategy = all_cases(
+        replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
+    )
+    rest = drawn(strategy, 2 * (count - len(plain)), seed)
+    return [*plain, *{c.key: c for c in rest if c.requires_grad or not region.backward}.values()][:count]
+
+
+def _plain(region: Region, index: int, seed: int) -> Case:
+    """The case of an index: dtypes in turn, sizes of some tiles, several heads, a mask or a bias now and then."""
+
+    def pick(purpose: int, *options: Any) -> Any:
+        return options[int(uniform_bits(seed, purpose, index)) % len(options)]
+
+    dtype = region.dtypes[index % len(region.dtypes)]
+    turn = index // len(region.dtypes)
+    dims = [d for d in region.head_dims or (24, 40, 48, 56) if d <= region.max_head_dim] or [region.max_head_dim]
+    Lq, Lk = pick(1, 33, 48, 20, 40, 72), pick(2, 33, 48, 24, 40)
+    Lq, Lk = (max(n, region.min_len) for n in (Lq, Lk if region.lq_differs else Lq))
+    heads = pick(3, 1, 2, 3, 4) if region.gqa else 1
+    small = turn >= MEASURED and turn % 2
+    D = pick(4, *dims)
+    bias = region.bias and turn % 5 == 4
+    return Case(
+        B=1, Hq=heads, Hkv=1, Lq=Lq, Lk=Lk, D=D, Dv=D, dtype=dtype, seed=seed * 100_003 + index,
+        mask=pick(5, *_masks(region, Lq == Lk)), bias="normal" if bias else "", mask_form="flags",
+        scale=0.37 if region.scale and (D & (D - 1) == 0 or pick(6, 0, 1)) else None, data=pick(7, *(SMALL if small else PLAIN)),
+        grad="scaled" if small and turn % 4 == 1 else "normal",
+        requires_grad=("qkvb" if bias and region.bias_grad else "qkv") if region.backward else "",
+    )  # fmt: skip
+
+
+def _masks(region: Region, square: bool) -> list[Mask]:
+    """What a plain case may be masked by."""
+    out: list[Mask] = [Case().mask] * ("none" in region.masks)
+    out += [Causal()] * ("causal_top_left" in region.masks)
+    out += [Causal("bottom_right")] * ("causal_bottom_right" in region.masks and not square)
+    return out or [Case().mask]
+
+
+def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sample]:
+    """The runs of the cases that the target answered, until the time is up."""
+    counts: dict[str, int] = {}
+    for case in cases:
+        if time.monotonic() > until:
+            return
+        execution = session.runner.run(case)
+        if execution.status != "ok" or not execution.outputs:
+            continue
+        problem = Problem.of(build(case))
+        measured = counts.get(case.dtype, 0) < MEASURED and case.data in PLAIN
+        counts[case.dtype] = counts.get(case.dtype, 0) + measured
+        yield Sample(
+            problem,
+            execution.outputs,
+            case.dtype,
+            _conforming(problem, case) if measured else None,
+            sentence(case),
+            case.data,
+        )
+
+
+def _conforming(problem: Problem, case: Case) -> dict[str, Tensor]:
+    out = emulated(problem, CONFORMING)
+    return {n: x for n, x in out.items() if n in ("o", "lse") or n[1:2] in case.requires_grad}
+
+
+def characterised(session: Session, count: int = CASES, seconds: float = SECONDS, seed: int = 0) -> Fit:
+    """The fitted contract of a target, from `count` seeded cases or those that fit in the time."""
+    started = time.monotonic()
+    runs = list(samples(session, plan(session.region, count, seed), started + FITTING * seconds))
+    return fit(runs, session.info["device"], kept(session.judge.spec), lambda: time.monotonic() - started > seconds)
+
+
+def kept(spec: str) -> str:
+    """Items of a declared contract that no fit can see."""
+    items = (item.strip() for item in spec.split(","))
+    return ",".join(i for i in items if i.partition("=")[0].strip() in KEPT_FIELDS)
