@@ -260,7 +260,7 @@ def _overflowing_rows(r: Reference, c: Contract, dp_error: Array) -> Bools | Non
     """Rows whose dP or delta may overflow where it is stored, masked pairs included (0 * inf)."""
     rows = None
     if r.dov.max(initial=0.0) * 1.01 + c.dp_eta >= c.dp_max:
-        size = np.abs(r.dp_raw if r.z is None else r.dp_raw * r.z)
+        size = np.abs(r.dp_raw if r.z is None else r.dp_raw * np.maximum(r.z, 1.0))  # dropped ones too: inf * 0
         rows = any_of(size + dp_error >= c.dp_max, -1)
     products_of_o = (r.ado * r.ao).sum(-1, keepdims=True)
     if products_of_o.max(initial=0.0) >= min(c.dp_max, MAX32) and c.io != "float64":
