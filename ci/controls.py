@@ -76,7 +76,7 @@ def controls(
     for name, x in answer.items():
         yield "zeros", name, torch.zeros_like(x)
         yield "constant", name, torch.full_like(x, 0.75)
-        axis = 2 if x.dim() > 2 else 1
+        axis = 2 if x.dim() > 2 else -1
         yield "shuffled rows", name, torch.roll(x, 1, axis)
         if name in previous and previous[name].shape == x.shape:
             yield "previous result", name, previous[name]

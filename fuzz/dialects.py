@@ -257,11 +257,12 @@ def _backward(
             Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant")
         )
         return
-    ends, grads = [o], [heads(inputs.do)]
+    do = heads(inputs.do).to(o.dtype)  # another one than that of the inputs under autocast only
+    ends, grads = [o], [do]
     if inputs.dlse is not None:
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
-        ends, grads = [o, lse], [heads(inputs.do), inputs.dlse]
+        ends, grads = [o, lse], [do, inputs.dlse]
     seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):

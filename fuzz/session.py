@@ -81,6 +81,8 @@ def narrowed(region: Region, declared: Region | None, options: Options) -> Regio
             served = ", ".join(declared.dtypes) if declared else ""
             raise Stop(f"--dtype must be one that the target declares ({served}), got {', '.join(options.dtypes)}")
         region = replace(region, dtypes=dtypes)
+    if options.modes:
+        region = replace(region, modes=tuple(dict.fromkeys(options.modes)))
     if options.max_len is not None:
         if options.max_len < region.min_len:
             raise Stop(

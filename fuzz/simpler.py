@@ -230,7 +230,7 @@ def resets(case: Case) -> Iterator[Mapping[str, Any]]:
         part = {n: changed[n] for n in members if n in changed}
         if len(part) > 1:
             yield part | _no_gradient(case, name)
-    yield from ({n: v} | _no_gradient(case, n) for n, v in changed.items())
+    yield from ({n: v} | (_no_gradient(case, n) if n == "sinks" else {}) for n, v in changed.items())
     if case.requires_grad:
         yield {"requires_grad": "", "grad": "normal", "lse_grad": False, "layout_do": "contiguous"}
 

@@ -123,6 +123,16 @@ def build(case: Case, device: str = "cpu", guards: bool = True) -> Inputs:
     return inputs
 
 
+def autocast_dtype(case: Case) -> torch.dtype | None:
+    """The dtype of torch.autocast around the call: the case's own of 16 bits, bfloat16 for float32; None: there is none.
+
+    autocast leaves float64 alone.
+    """
+    if case.mode != "autocast" or case.dtype == "float64":
+        return None
+    return torch.bfloat16 if case.dtype == "float32" else TORCH_DTYPES[case.dtype]
+
+
 Device = str | torch.device
 Corner = tuple[int, int, int, int]
 

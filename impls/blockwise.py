@@ -168,9 +168,10 @@ def forward(
     for i in p.query_tiles():
         qi = p.grouped(wq[:, :, i])
         m = wq.new_full((*qi.shape[:2], 1), -math.inf)
+        l = torch.zeros_like(m)
         if sinks is not None:
             m = p.grouped(_wide(sinks).view(1, -1, 1, 1).expand(p.B, p.Hq, i.stop - i.start, 1))
-        l = (m > -math.inf).to(m.dtype)
+            l = (m > -math.inf).to(m.dtype)
         acc = wq.new_zeros(*qi.shape[:2], v.shape[3])
         for j, kj, vj in _by_keys(p, wk, wv):
             if p.skips(i, j):
