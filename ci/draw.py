@@ -169,8 +169,10 @@ def _masked(s: Source, p: Problem, drawn: Drawn) -> Drawn:
         if kind == "biasinf":
             assert p.bias is not None
             p = replace(p, bias=p.bias.masked_fill(s.uniform(*p.bias.shape) < 0.3, -math.inf))
-    elif kind in MORE:
-        p = _extra(s, p, kind)
+    elif kind == "sinks":
+        p = replace(p, sinks=s.normal(Hq).to(p.q.dtype))
+    elif kind.startswith("alibi"):
+        p = replace(p, alibi=s.uniform(Hq))
     if "softcap" in kind:
         p = replace(p, softcap=s.choice([5.0, 30.0]))
     return replace(drawn, problem=p, diagonal=diagonal)

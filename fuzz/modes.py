@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,9 @@ def compiled(fn: Call, case: Case, device: str) -> Call:
     if fn not in _COMPILED:
         native = device != "cpu" or any(map(shutil.which, ("g++", "clang++")))
         backend = "inductor" if native else "aot_eager"  # Inductor writes C++ for a CPU
-        _COMPILED[fn] = torch.compile(fn, backend=backend, dynamic=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch imports here is deprecated by torch itself
+            _COMPILED[fn] = torch.compile(fn, backend=backend, dynamic=False)
     return _COMPILED[fn]
 
 
