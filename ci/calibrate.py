@@ -63,7 +63,8 @@ def jobs(drawn: Drawn, index: int) -> Iterator[Job]:
     yield emulated("flash any tiles", loose, f"kv_tile={min(kv_tile, 16)}")
     yield emulated("textbook", Arithmetic(algorithm="textbook", delta=s.choice([*stored, "p.dp"])), "kv_tile=16")
     yield from _special(s, drawn, index % 6)
-    if drawn.problem.softcap == 0 and drawn.problem.dlse is None and drawn.problem.dropout is None:
+    p = drawn.problem
+    if p.softcap == 0 and all(x is None for x in (p.dlse, p.dropout, p.alibi, p.sinks)):
         yield Job("torch math", "torch-cpu-math,kv_tile=16", lambda p: torch_sdpa(p, SDPBackend.MATH, drawn.diagonal))
         yield Job(
             "torch flash",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -31,11 +32,15 @@ def propagation(r: Reference, eta: float, unit: float) -> dict[str, Array]:
     that the format loses them. Infinite where a score is so large that its rounding changes the weight e-fold.
     """
     small, fine, size = eta / unit, U32 / unit, abs(r.scale)
-    exponent = fine * (size * r.qk * (1 + r.D) + np.abs(r.s) + np.abs(r.m) + np.abs(r.s - r.s0 * r.kf))
+    added = np.abs(r.s - r.s0 * r.kf) + (0.0 if r.alibi is None else np.abs(r.alibi))
+    exponent = fine * (size * r.qk * (1 + r.D) + np.abs(r.s) + np.abs(r.m) + added)
     exponent = np.where((UNITS * unit * exponent > 1.0) & (r.p > 0), np.inf, exponent)
     z, row_depth, key_depth = r.kf if r.z is None else r.z * r.kf, 1 + fine * r.n, 1 + fine * r.nq
     weight = np.where(r.p > 0, r.p * (1.0 + exponent), 0.0)
     mass = weight.sum(-1, keepdims=True)
+    if r.sinks is not None:
+        far = np.abs(r.m) + np.abs(r.keys_m) + np.where(r.p_sink > 0, np.abs(r.sinks), 0.0)
+        mass = mass + r.p_sink * (1.0 + fine * far)
     o = row_depth * ((weight * z) @ r.av + r.ao * mass) + small * (1.0 + z @ r.av)
     lse = fine * (row_depth + np.abs(r.m) + r.alse) + mass
     out = {"o": r.heads(o), "lse": r.heads(lse)[..., 0]}
@@ -58,6 +63,9 @@ def propagation(r: Reference, eta: float, unit: float) -> dict[str, Array]:
     out["dv"] = key_depth * (((again + small * r.kf) * z).swapaxes(-1, -2) @ r.ado) + small
     if r.bias is not None:
         out["dbias"] = r.over_bias(ds) * (1 + fine * r.over_bias(r.kf)) + small
+    if r.sinks is not None:
+        rows = r.p_sink * (1.0 + lse) * (delta + (0.0 if r.dlse is None else np.abs(r.dlse)))
+        out["dsinks"] = r.over_sinks(rows) * (1 + fine * r.B * r.Lq) + small
     return cast("dict[str, Array]", out)
 
 
@@ -68,7 +76,7 @@ def controls(
     for name, x in answer.items():
         yield "zeros", name, torch.zeros_like(x)
         yield "constant", name, torch.full_like(x, 0.75)
-        axis = 2 if x.dim() > 2 else 1
+        axis = 2 if x.dim() > 2 else -1
         yield "shuffled rows", name, torch.roll(x, 1, axis)
         if name in previous and previous[name].shape == x.shape:
             yield "previous result", name, previous[name]
@@ -80,7 +88,7 @@ def controls(
 
 def previous_problem(p: Problem) -> Problem:
     """The same shapes with other values: whose result a stale cache would return."""
-    return Problem(p.q.flip(0, 2), p.k.flip(2), p.v.neg(), p.do, p.keep, p.bias, p.scale, p.softcap, p.dlse, p.dropout)
+    return replace(p, q=p.q.flip(0, 2), k=p.k.flip(2), v=p.v.neg())
 
 
 def examine(drawn: Drawn) -> Iterator[tuple[str, str, bool, bool]]:

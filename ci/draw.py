@@ -169,6 +169,10 @@ def _masked(s: Source, p: Problem, drawn: Drawn) -> Drawn:
         if kind == "biasinf":
             assert p.bias is not None
             p = replace(p, bias=p.bias.masked_fill(s.uniform(*p.bias.shape) < 0.3, -math.inf))
+    elif kind == "sinks":
+        p = replace(p, sinks=s.normal(Hq).to(p.q.dtype))
+    elif kind.startswith("alibi"):
+        p = replace(p, alibi=s.uniform(Hq))
     if "softcap" in kind:
         p = replace(p, softcap=s.choice([5.0, 30.0]))
     return replace(drawn, problem=p, diagonal=diagonal)
@@ -177,16 +181,22 @@ def _masked(s: Source, p: Problem, drawn: Drawn) -> Drawn:
 EXTRAS = ("dlse", "dropout", "fill_min", "fill_-1e4", "scale", "softcap", "broadcast_bias", "large_rows")
 
 
+MORE = ("alibi", "sinks")
+"""Extras with a generator of their own, so that a seed means what it meant without them."""
+
+
 def with_extras(drawn: Drawn) -> Drawn:
     """The same problem with features on top, chosen by its seed.
 
     Gradient through lse, dropout, additive masks of finite values, other scales, a small softcap, a broadcast bias, rows
-    whose scores are larger by up to 1e3.
+    whose scores are larger by up to 1e3, ALiBi, sinks.
     """
-    s = Source(drawn.seed + (1 << 40))
-    chosen = tuple(e for e in EXTRAS if s.integer(0, 4) == 0)
-    for extra in chosen:
-        drawn = replace(drawn, problem=_extra(s, drawn.problem, extra))
+    chosen: tuple[str, ...] = ()
+    for s, extras in ((Source(drawn.seed + (1 << 40)), EXTRAS), (Source(drawn.seed + (1 << 43)), MORE)):
+        some = tuple(e for e in extras if s.integer(0, 4) == 0)
+        for extra in some:
+            drawn = replace(drawn, problem=_extra(s, drawn.problem, extra))
+        chosen += some
     return replace(drawn, extras=chosen)
 
 
@@ -212,4 +222,11 @@ def _extra(s: Source, p: Problem, extra: str) -> Problem:
         case "large_rows":
             shift = 10.0 ** torch.randint(0, 4, (B, Hq, Lq, 1), generator=s.generator)
             return replace(p, q=(p.q.double() * shift).clamp(-6e4, 6e4).to(p.q.dtype))
+        case "alibi":
+            slopes = s.uniform(*s.choice([(Hq,), (B, Hq)])) * s.choice([0.1, 1.0, 1.0, -1.0, 30.0])
+            return replace(p, alibi=slopes)
+        case "sinks":
+            logits = s.normal(Hq) * s.choice([1, 1, 8, 60, 1e3]) + s.choice([0, 0, -8])
+            hidden = s.uniform(Hq) < s.choice([0.0, 0.0, 0.5])
+            return replace(p, sinks=logits.masked_fill(hidden, -math.inf).to(p.q.dtype))
     return p

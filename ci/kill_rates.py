@@ -15,6 +15,7 @@ from .draw import Drawn, draw
 
 CONTRACT = "delta=do.o,kv_tile=16,gqa_u=0"
 FIRST_SEED, SEED_STEP, NORMAL_OFFSET = 7_000_000, 131, 500_000
+UNJUDGED = ("dbias", "dsinks")
 CLOSE = 5.0
 """Percentage points by which a rate may fall below the recorded one."""
 
@@ -92,6 +93,14 @@ FAULTS = (
     Fault("gqa_map", "GQA head map h%Hk", (100, 100, 100), (100, 100, 100), group=2),
     Fault("gqa_lowp", "dK/dV rounded per head before group sum", (100, 2, 2), (97, 3, 10), group=3),
     Fault("gqa_first", "dK/dV of first group head only", (100, 100, 100), (97, 97, 100), group=2),
+    Fault("sink_scaled", "sinks multiplied by the scale", (100, 100, 100), (100, 100, 100), kind="sinks"),
+    Fault("sink_not_in_lse", "lse without the sink", (100, 100, 100), (100, 100, 100), kind="sinks"),
+    Fault("sink_per_tile", "the sink is added once per key tile", (100, 100, 100), (100, 100, 100), kind="sinks"),
+    Fault("alibi_signed", "slopes times i - j instead of its size", (100, 100, 100), (100, 100, 100), kind="alibi"),
+    Fault("alibi_top_left", "slopes times |i - j|", (100, 100, 100), (100, 100, 100), kind="alibi"),
+    Fault("alibi_kv_head", "slopes of the key head", (100, 100, 100), (100, 100, 100), kind="alibi", group=2),
+    Fault("alibi_before_softcap", "slopes added before the softcap", (100, 100, 100), (100, 100, 100), kind="alibi_softcap"),
+    Fault("alibi_bf16", "slopes rounded to bf16", (100, 100, 100), (100, 100, 100), kind="alibi"),
     Fault("tf32", "TF32 under an IEEE contract", (100, None, None), (100, None, None)),
     Fault("tc13", "13-bit accumulator (FP8 mode) in all dots", (100, 100, 100), (100, 80, 85), arithmetic=Arithmetic(fused_bits=13)),
     Fault("tc10rz", "truncated TF32 under IEEE", (100, None, None), (100, None, None), arithmetic=Arithmetic(dots="tf32_rz")),
@@ -123,7 +132,7 @@ def active_runs(fault: Fault, dtype: str, data: str, wanted: int) -> Iterator[tu
         )
         faulty, right = run(drawn.problem, fault.applied(drawn.diagonal)), run(drawn.problem, Arithmetic())
         if all(
-            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num()) for n in faulty if n != "dbias"
+            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num()) for n in faulty if n not in UNJUDGED
         ):
             continue
         found += 1
@@ -136,7 +145,7 @@ def kill_rate(fault: Fault, dtype: str, data: str = "normal", active: int = 40) 
     """The share of active cases on which o, lse, dq, dk or dv leaves its limit."""
     contract, killed, count = contract_for(CONTRACT, dtype), 0, 0
     for drawn, outputs in active_runs(fault, dtype, data, active):
-        judged = {n: x for n, x in outputs.items() if n != "dbias"}
+        judged = {n: x for n, x in outputs.items() if n not in UNJUDGED}
         report = judge_problem(replace(drawn.problem), judged, contract)
         count, killed = count + 1, killed + any(f.severity == "fail" for f in report.findings)
     return Rate(count, killed)

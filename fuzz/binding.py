@@ -27,7 +27,14 @@ class Dialect:
     heads_inside: bool = False  # tensors are (B, L, H, D)
 
 
-SHARED = {"softcap": ("softcap",), "window": ("window_size",), "lse": ("return_lse",)}
+SINKS = ("sinks", "sink", "s_aux", "learnable_sink")
+SHARED = {
+    "softcap": ("softcap",),
+    "window": ("window_size",),
+    "lse": ("return_lse",),
+    "alibi": ("alibi_slopes",),
+    "sinks": SINKS,
+}
 DIALECTS: dict[str, Dialect] = {
     "sdpa": Dialect(
         keywords={
@@ -65,6 +72,8 @@ DIALECTS: dict[str, Dialect] = {
             "dropout": ("dropout",),
             "seed": ("dropout_seed",),
             "lse": ("return_lse",),
+            "alibi": ("alibi", "alibi_slopes"),
+            "sinks": SINKS,
         },
         standard=("mask", "bias", "scale", "softcap", "dropout", "dropout_seed", "return_lse"),
         marks=frozenset(),  # `bias` and a keyword-only `mask` (elsewhere `mask` may be a tensor): see _decide
@@ -175,4 +184,7 @@ def expressible(binding: Binding, region: Region | None = None) -> Region:
         dropout=region.dropout and has["dropout"],
         lse=region.lse and has["lse"],
         lse_grad=region.lse_grad and has["lse"],
+        alibi=region.alibi and has["alibi"],
+        sinks=region.sinks and has["sinks"],
+        sinks_grad=region.sinks_grad and has["sinks"],
     )

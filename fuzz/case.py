@@ -34,6 +34,12 @@ MASK_FILLS = ("-inf", "min", "-1e4")
 SEQUENCES = ("", "repeat", "scale", "mask", "layout", "values")
 """Calls before the judged one: A, then A with this changed, then A again."""
 BIAS = ("", "normal", "large", "negative")
+ALIBI = ("", "standard", "batch", "negative", "zero", "large")
+"""Slopes of ALiBi: 2^(-8(h+1)/Hq); one per batch entry and head; rising with distance; all zero; up to 30."""
+SINKS = ("", "normal", "large", "negative", "-inf")
+"""Logits of the sinks: normal; 30 times that; around -8; -inf in every other head."""
+MODES = ("", "autocast", "compile", "opcheck")
+"""How the target is called: plainly; under torch.autocast; through torch.compile; after torch.library.opcheck."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +48,7 @@ class Case:
 
     q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), do (B, Hq, Lq, Dv). `scale` None means 1/sqrt(D).
     `mask_axes` and `bias_axes` name the axes of b, h, q, k that the dense tensor has at full size, beyond those it needs.
-    `requires_grad` is a subset of "qkvb" (b: the additive bias); empty means no backward pass.
+    `requires_grad` is a subset of "qkvbs" (b: the additive bias, s: the sinks); empty means no backward pass.
     """
 
     B: int = 1
@@ -59,6 +65,8 @@ class Case:
     mask_axes: str = ""
     bias: str = ""
     bias_axes: str = "qk"
+    alibi: str = ""
+    sinks: str = ""
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
@@ -72,6 +80,7 @@ class Case:
     layout_do: str = "contiguous"
     layout_mask: str = "contiguous"
     sequence: str = ""
+    mode: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -170,15 +179,18 @@ RULES: tuple[tuple[str, str, Any], ...] = (
     ("mask_axes", "be a subset of bhqk in that order", _axes),
     ("bias", *_one_of(BIAS)),
     ("bias_axes", "be a subset of bhqk in that order", _axes),
+    ("alibi", *_one_of(ALIBI)),
+    ("sinks", *_one_of(SINKS)),
     ("scale", "be null or a finite number", lambda _, x: x is None or _real(x)),
     ("softcap", "be a finite number >= 0", lambda _, x: _real(x) and x >= 0),
     ("dropout", "be a number in [0, 1)", lambda _, x: _real(x) and 0 <= x < 1),
     ("data", *_one_of(DATA)),
     ("grad", *_one_of(GRADS)),
     ("lse_grad", "be true or false", lambda _, x: isinstance(x, bool)),
-    ("requires_grad", "be a subset of qkvb in that order", lambda _, s: isinstance(s, str) and s == "".join(c for c in "qkvb" if c in s)),
+    ("requires_grad", "be a subset of qkvbs in that order", lambda _, s: isinstance(s, str) and s == "".join(c for c in "qkvbs" if c in s)),
     *((f"layout_{t}", *_one_of(LAYOUTS)) for t in ("q", "k", "v", "do", "mask")),
     ("sequence", *_one_of(SEQUENCES)),
+    ("mode", *_one_of(MODES)),
 )  # fmt: skip
 
 

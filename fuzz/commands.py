@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from .case import DTYPES
+from .case import DTYPES, MODES
 from .corpus import FAILURES
 
 
@@ -81,6 +81,7 @@ class Options:
     contract: str = ""
     dtypes: tuple[str, ...] = ()
     max_len: int | None = None
+    modes: tuple[str, ...] = ()
     in_process: bool = False
     log: Path | None = None
 
@@ -104,6 +105,13 @@ SHARED = (
     ),
     click.option(
         "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Only these element types (repeatable)."
+    ),
+    click.option(
+        "--mode",
+        "modes",
+        multiple=True,
+        type=click.Choice(MODES[1:]),
+        help="Also call it this way in some cases: under autocast, compiled, checked as an operator (repeatable).",
     ),
     click.option("--max-len", type=click.IntRange(min=0), default=None, metavar="N", help="No Lq or Lk above N."),
     click.option(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..oracles.finding import Finding
+from .added import distances
 from .case import Case
 from .tensors import Inputs
 
-TENSORS = ("o", "lse", "dq", "dk", "dv", "dbias")
+TENSORS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,38 @@ class Check:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, case: Case, keep: Tensor | None, bias: Tensor | None, dropout: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, bias: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """o and lse as the script of the case defines them: what `definition` writes."""
+    case, keep, dropout = inputs.case, inputs.keep, inputs.dropout_keep
     k, v = k.repeat_interleave(case.G, 1), v.repeat_interleave(case.G, 1)
     s = case.resolved_scale * (q @ k.mT)
     s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
     s = s if bias is None else s + bias
+    s = s if inputs.alibi is None else s + distances(inputs.alibi, case.Lq, case.Lk)
     s = s if keep is None else s.masked_fill(~keep, -torch.inf)
-    p = s.softmax(-1).nan_to_num()
+    s = s if sinks is None else torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    p = s.softmax(-1).nan_to_num()[..., : case.Lk]
     return (p if dropout is None else p * dropout / (1 - case.dropout)) @ v, s.logsumexp(-1)
 
 
-def definition(case: Case, keep: str, bias: str, dropout: str) -> list[str]:
+def definition(case: Case, keep: str, bias: str, dropout: str, alibi: str = "None") -> list[str]:
     """The lines of `attention` that the case needs; the last arguments are names of variables, or None."""
+    more = "bias=None" if not case.sinks else "sinks" if bias == "None" else "bias, sinks"
     lines = [
-        "def attention(q, k, v, bias=None):",
+        f"def attention(q, k, v, {more}):",
         '    """o and lse by definition; a row with no allowed key gives zeros and -inf."""',
     ]
     lines += [f"    k, v = k.repeat_interleave({case.G}, 1), v.repeat_interleave({case.G}, 1)"] if case.G > 1 else []
     lines.append(f"    s = {case.resolved_scale!r} * (q @ k.mT)")
     lines += [f"    s = {case.softcap!r} * torch.tanh(s / {case.softcap!r})"] if case.softcap else []
     lines += ["    s = s + bias"] if bias != "None" else []
+    if alibi != "None":
+        lines.append(f"    apart = torch.arange({case.Lq})[:, None] + {case.Lk - case.Lq} - torch.arange({case.Lk})")
+        lines.append(f"    s = s - torch.atleast_2d({alibi}).double()[..., None, None] * apart.abs()")
     lines += [f"    s = s.masked_fill(~{keep}, -torch.inf)"] if keep != "None" else []
-    lines.append("    p = s.softmax(-1).nan_to_num()")
+    lines += ["    s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)"] if case.sinks else []
+    lines.append("    p = s.softmax(-1).nan_to_num()" + "[..., :-1]" * bool(case.sinks))
     lines += [f"    p = p * {dropout} / {1 - case.dropout!r}"] if dropout != "None" else []
     return [*lines, "    return p @ v, s.logsumexp(-1)"]
 
@@ -64,18 +73,14 @@ def elements(finding: Finding) -> Iterator[Check]:
 
 def answers(inputs: Inputs, tensors: set[str]) -> dict[str, Tensor]:
     """What the script's own definition gives for a case."""
-    x = [
-        t.double().requires_grad_()
-        for t in (inputs.q, inputs.k, inputs.v, *([] if inputs.bias is None else [inputs.bias]))
-    ]
-    q, k, v, *bias = x
-    o, lse = attention(q, k, v, inputs.case, inputs.keep, bias[0] if bias else None, inputs.dropout_keep)
+    given = {n: t for n in ("q", "k", "v", "bias", "sinks") if (t := getattr(inputs, n)) is not None}
+    x = {n: t.double().requires_grad_() for n, t in given.items()}
+    o, lse = attention(x["q"], x["k"], x["v"], inputs, x.get("bias"), x.get("sinks"))
     want = {"o": o.detach(), "lse": lse.detach()}
     if any(t.startswith("d") for t in tensors):
         dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse.double()
-        want |= zip(
-            ("dq", "dk", "dv", "dbias"), torch.autograd.grad((o, lse), x, (inputs.do.double(), dlse)), strict=False
-        )
+        grads = torch.autograd.grad((o, lse), list(x.values()), (inputs.do.double(), dlse))
+        want |= {f"d{n}": g for n, g in zip(x, grads, strict=True)}
     return want
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..oracles.finding import Finding
 from ..oracles.invariants import form_of_gradient, form_of_lse, form_of_output
+from .added import as_bias, zero_of
 from .binding import DIALECTS, Binding, expressible, recognise
 from .case import Case
 from .masks import Align, And, Causal, Full, Mask, Window
@@ -48,8 +49,13 @@ REFUSALS: tuple[type[Exception], ...] = (NotImplementedError, ValueError, Refuse
 def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keyword arguments that say a case; raises Inexpressible."""
     case = inputs.case
+    if inputs.alibi is not None and not binding.name("alibi"):
+        told = as_bias(inputs)
+        if told is None:
+            raise Inexpressible("the target has no keyword for alibi (alibi_slopes), and no bias of its dtype says it exactly")
+        inputs = told
     out = _mask(binding, inputs)
-    for keyword, value, idle in _plain(binding, case):
+    for keyword, value, idle in _plain(binding, inputs):
         name = binding.name(keyword)
         if not idle and not name:
             raise Inexpressible(
@@ -64,8 +70,11 @@ def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     return {**{n: None for n in binding.required if n not in out}, **out}
 
 
-def _plain(binding: Binding, case: Case) -> Iterator[tuple[str, Any, bool]]:
+def _plain(binding: Binding, inputs: Inputs) -> Iterator[tuple[str, Any, bool]]:
     """(keyword, value, whether leaving it out says the same) for what is neither mask nor lse."""
+    case = inputs.case
+    yield "alibi", inputs.alibi, inputs.alibi is None
+    yield "sinks", inputs.sinks, inputs.sinks is None
     yield "scale", case.resolved_scale if case.scale is None else case.scale, case.scale is None
     if case.softcap or "softcap" in DIALECTS[binding.dialect].keywords:
         yield "softcap", case.softcap, case.softcap == 0
@@ -80,7 +89,7 @@ def _mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keywords that say which pairs are allowed and what is added to their scores."""
     if binding.dialect == "native":
         return _native_mask(binding, inputs)
-    flags = _flags(binding, inputs.case)
+    flags = _flags(binding, inputs.case) if inputs.bias is None else None
     if flags is not None:
         idle = {n: False for n in (binding.name("causal"),) if n in binding.required}
         return idle | flags
@@ -193,6 +202,8 @@ def _leaves(binding: Binding, inputs: Inputs, kwargs: dict[str, Any], wanted: st
     name = binding.name("bias") if binding.dialect == "native" else binding.name("mask")
     if "b" in wanted and inputs.case.bias and isinstance(kwargs.get(name), Tensor):
         leaves["bias"] = kwargs[name] = kwargs[name].detach().requires_grad_()
+    if "s" in wanted and inputs.sinks is not None:
+        leaves["sinks"] = kwargs[binding.name("sinks")] = inputs.sinks.detach().requires_grad_()
     return leaves
 
 
@@ -232,12 +243,6 @@ class _Seed(torch.autograd.Function):
         return None, *ctx.grads
 
 
-def _zero(name: str, leaf: Tensor, heads: _Heads) -> Tensor:
-    """The gradient of an input that the output does not depend on, which autograd may leave out."""
-    zero = torch.zeros_like(leaf)
-    return zero if name == "bias" else heads(zero)
-
-
 def _backward(
     result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None
 ) -> None:
@@ -245,25 +250,26 @@ def _backward(
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     empty = not inputs.case.B * inputs.case.Lq * inputs.case.Lk
     if o.grad_fn is None and empty:  # a loop over no keys touches no input; nothing depends on any
-        result.outputs |= {f"d{n}": _zero(n, x, heads) for n, x in wanted.items()}
+        result.outputs |= {f"d{n}": zero_of(inputs, n, x, heads) for n, x in wanted.items()}
         return
     if o.grad_fn is None:
         result.findings.append(
             Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant")
         )
         return
-    ends, grads = [o], [heads(inputs.do)]
+    do = heads(inputs.do).to(o.dtype)  # another one than that of the inputs under autocast only
+    ends, grads = [o], [do]
     if inputs.dlse is not None:
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
-        ends, grads = [o, lse], [heads(inputs.do), inputs.dlse]
+        ends, grads = [o, lse], [do, inputs.dlse]
     seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
         if grad is None and empty:
-            result.outputs[f"d{name}"] = _zero(name, leaf, heads)
+            result.outputs[f"d{name}"] = zero_of(inputs, name, leaf, heads)
             continue
         wrong = form_of_gradient(f"d{name}", grad, leaf)
         result.findings += wrong
         if grad is not None and not wrong:
-            result.outputs[f"d{name}"] = grad if name == "bias" else heads(grad)
+            result.outputs[f"d{name}"] = grad if name in ("bias", "sinks") else heads(grad)

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
 from .case import Case
 from .compiling import Compiled, Watch
 from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
+from .modes import Captured, capture, checked_as_operator, entered, served_modes, unserved
 from .probe import probe_keywords, seed_generators
 from .region import Region
 from .tensors import Inputs, build
@@ -144,7 +145,7 @@ class Runner:
             "required": list(binding.required),
             "returns_lse": binding.returns_lse,
             "supports": region_to_json(known.supports),
-            "expressible": region_to_json(expressible(binding, known.supports)),
+            "expressible": region_to_json(served_modes(known.call, expressible(binding, known.supports))),
             "contract": self.contract,
             "forward_only": self.forward_only,
             "device": self.device,
@@ -191,7 +192,7 @@ class Runner:
             )
         if repeat:
             out.findings += same_bits("repeat", "the same call twice", out.outputs, self._once(inputs, out))
-        if exact and self.interpreted:
+        if exact and self.interpreted and not inputs.case.mode:
             out.exact = self._exact(inputs, out)
 
     def _disturb(self, case: Case, out: Execution) -> None:
@@ -210,19 +211,38 @@ class Runner:
             keywords(self.binding, inputs)  # makes the dense mask, which is an input, outside the guards
         except Inexpressible as e:
             raise _Stopped(e) from e
+        if inputs.case.mode:
+            self._prepare(inputs, out)
         monitored = self.interpreted
-        with self._guards(out) as live:
+        compiling = inputs.case.mode == "compile"  # torch.compile runs a function plainly under a dispatch mode
+        with nullcontext({}) if compiling else self._guards(out) as live:
             result = self._answer(inputs, out)
             live.update(result.outputs)
         if self.interpreted and not monitored:  # the target imported Triton in its first call, which nothing monitored
             return self._once(inputs, out)
         return {name: x.detach().to("cpu", copy=True) for name, x in result.outputs.items()}
 
+    def _prepare(self, inputs: Inputs, out: Execution) -> None:
+        """What the case's mode asks for before the judged call."""
+        call = self.implementation.call
+        if why := unserved(call, inputs.case):
+            raise _Stopped(Inexpressible(why))
+        if inputs.case.mode != "opcheck":
+            return
+        try:
+            answer(self.binding, capture, inputs, backward=not self.forward_only)
+        except Captured as given:
+            try:
+                out.findings += checked_as_operator(call, given.arguments, given.keywords)
+            except Exception as e:  # what the operator raises there it raises in the judged call too
+                raise _Stopped(e) from e
+
     def _answer(self, inputs: Inputs, out: Execution) -> Answer:
         """The target's answer; what it raises is raised as _Stopped, so that no error of the harness passes for one of the target."""
         random = inputs.case.dropout > 0
         seed_generators(inputs.case.seed, self.device)
-        inner = Watched(self.implementation.call, random=random, settings=OF_CALL)
+        call = entered(self.implementation.call, inputs.case, self.device)
+        inner = Watched(call, random=random, settings=OF_CALL)
         outer = Watched(
             lambda: answer(self.binding, inner, inputs, backward=not self.forward_only),
             random=random,

@@ -11,6 +11,7 @@ from ..oracles.finding import Finding
 from ..oracles.value import Deviation, ValueReport, diagnose, judge_values
 from .case import DTYPES, GENERIC_DATA, Case
 from .execute import Execution, region_from_json
+from .modes import seen
 from .region import Region
 from .tensors import Inputs, build
 
@@ -91,7 +92,7 @@ def _judge_outputs(
     inputs: Inputs, execution: Execution, contract: Contract, dropout_known: bool, found: list[Finding]
 ) -> ValueReport:
     """The value report; its findings, and those of the exact run, are added to `found`."""
-    generic = is_generic(inputs.case)
+    generic, inputs = is_generic(inputs.case), seen(inputs, execution.outputs)
     report = judge_values(inputs, execution.outputs, contract, generic=generic, dropout_known=dropout_known)
     found += report.findings
     if execution.exact:
@@ -104,6 +105,12 @@ def _judge_outputs(
             if f.tensor not in wrong
         ]
     return report
+
+
+def computed_dtype(case: Case, execution: Execution) -> str:
+    """The dtype that the answer was computed in: the case's, or that of autocast where the output has it."""
+    o = execution.outputs.get("o")
+    return case.dtype if not case.mode or o is None else str(o.dtype).removeprefix("torch.")
 
 
 def is_generic(case: Case) -> bool:
@@ -212,7 +219,8 @@ class Judge:
         repeat = thorough or one_in(REPEAT_ONE_IN, case, "repeat")
         exact = thorough or one_in(EXACT_ONE_IN, case, "exact")
         execution = self.runner.run(case, exact=exact, repeat=repeat)
-        return judge(case, execution, self.contract(case.dtype), self.region, dropout_known=self.dropout_known)
+        contract = self.contract(computed_dtype(case, execution))
+        return judge(case, execution, contract, self.region, dropout_known=self.dropout_known)
 
     def _confirmed(self, verdict: Verdict) -> Verdict:
         """A statistical warning becomes a failure when every fresh seed of the same structure shows it too."""
@@ -241,7 +249,9 @@ class Judge:
             return verdict
         if verdict.case.dropout and not self.dropout_known:
             return verdict
-        found = diagnose(build(verdict.case), verdict.execution.outputs, self.contract(verdict.case.dtype))
+        contract = self.contract(computed_dtype(verdict.case, verdict.execution))
+        outputs = verdict.execution.outputs
+        found = diagnose(seen(build(verdict.case), outputs), outputs, contract)
         return replace(verdict, deviations=tuple(found))
 
     def _remember(self, key: tuple[str, bool], verdict: Verdict) -> None:

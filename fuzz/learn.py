@@ -96,6 +96,14 @@ def kinds() -> tuple[Kind, ...]:
         _flag("dropout", "dropout", lambda c: c.dropout > 0),
         _flag("gradient through lse", "lse_grad", lambda c: c.lse_grad, needs=("lse", "backward")),
         _flag("layouts", "layouts", _layouts),
+        _flag("ALiBi", "alibi", lambda c: bool(c.alibi)),
+        _flag("sinks", "sinks", lambda c: bool(c.sinks)),
+        _flag(
+            "gradient of the sinks",
+            "sinks_grad",
+            lambda c: bool(c.sinks) and "s" in c.requires_grad,
+            needs=("sinks", "backward"),
+        ),
     )
     empty = Kind(
         "length 0", lambda c: min(c.B, c.Lq, c.Lk) == 0, lambda r: r.min_len < 1, lambda r: replace(r, min_len=1)

@@ -73,7 +73,7 @@ def _features(case: Case) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _without(name: str, value: Any, plain: Any) -> str:
-    if name in ("softcap", "dropout", "bias", "scale", "sequence"):
+    if name in ("softcap", "dropout", "bias", "scale", "sequence", "alibi", "sinks", "mode"):
         return f"without {name} it passes"
     if name == "lse_grad":
         return "without a gradient through lse it passes"

@@ -18,6 +18,7 @@ _QUERY = ("batch", "query head", "row", "column")
 _KEY = ("batch", "kv head", "key", "column")
 AXES: dict[str, tuple[str, ...]] = {
     "o": _QUERY, "lse": _QUERY[:3], "dq": _QUERY, "dk": _KEY, "dv": _KEY, "dbias": ("batch", "query head", "row", "key"),
+    "dsinks": ("query head",),
 }  # fmt: skip
 """Names of the axes of every output."""
 FORWARD = ("o", "lse")
@@ -116,7 +117,7 @@ def _ordinal(n: int) -> str:
 
 def _dead_rows_only(case: Case, tensor: str, wrong: Tensor) -> str:
     """Says so when exactly rows (or keys) that the mask forbids altogether are wrong, and others exist."""
-    if tensor == "dbias" or (case.mask_form == "additive" and case.mask_fill != "-inf"):
+    if tensor in ("dbias", "dsinks") or (case.mask_form == "additive" and case.mask_fill != "-inf"):
         return ""
     keep = case.mask.dense(case.B, case.Hq, case.Lq, case.Lk).expand(case.B, case.Hq, case.Lq, case.Lk)
     if tensor in ("dk", "dv"):

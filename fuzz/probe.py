@@ -26,6 +26,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 1.5},
     "softcap": {"softcap": 0.5},
     "dropout": {"dropout": 0.5},
+    "alibi": {"alibi": "standard"},
+    "sinks": {"sinks": "normal"},
 }
 """What to change in a base case so that the keyword must be used and the answer must differ. Not listed: enable_gqa and
 return_lse, whose effect every case judges, and dropout_seed, which dropout uses."""

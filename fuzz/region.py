@@ -45,6 +45,10 @@ class Region:
     lse_grad: bool = True
     backward: bool = True
     layouts: bool = True
+    alibi: bool = True
+    sinks: bool = True
+    sinks_grad: bool = True
+    modes: tuple[str, ...] = ()  # ways of calling beyond the plain one: autocast, compile, opcheck
 
     def refuses(self, case: Case) -> str:
         """Why the case lies outside, in a few words; empty inside."""
@@ -76,4 +80,8 @@ def _limits(r: Region, c: Case) -> tuple[tuple[str, bool], ...]:
         ("gradient through lse", c.lse_grad and not (r.lse_grad and r.lse)),
         ("backward", bool(c.requires_grad) and not r.backward),
         ("layouts", layouts != {"contiguous"} and not r.layouts),
+        ("ALiBi", bool(c.alibi) and not r.alibi),
+        ("sinks", bool(c.sinks) and not r.sinks),
+        ("gradient of the sinks", bool(c.sinks) and "s" in c.requires_grad and not r.sinks_grad),
+        (f"mode {c.mode}", bool(c.mode) and c.mode not in r.modes),
     )

@@ -182,7 +182,7 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
     return "\n\n".join(blocks)
 
 
-INHERENT = {"sequence": "sequence", "bias": "dbias"}
+INHERENT = {"sequence": "sequence", "bias": "dbias", "sinks": "dsinks"}
 """Features that every case of an oracle or tensor has."""
 
 

@@ -112,6 +112,7 @@ class Script:
         """`call`: the target's outputs and gradients, whatever its layout."""
         swap = ".transpose(1, 2)" if DIALECTS[self.binding.dialect].heads_inside else ""
         lse, bias = self.binding.returns_lse, self.bias_name()
+        sinks = self.binding.name("sinks") if "s" in self.case.requires_grad and self.case.sinks else ""
         through_lse = any(c.lse_grad for c in (self.case, *self.record.preceding))
         lines = [
             f'def call(q, k, v, do, {"dlse, " * through_lse}wanted="qkv", **keywords):',
@@ -119,6 +120,7 @@ class Script:
             f'    x = {{n: t{swap}.detach().requires_grad_(n in wanted) for n, t in zip("qkv", (q, k, v))}}',
         ]
         lines += [f'    x["bias"] = keywords["{bias}"] = keywords["{bias}"].detach().requires_grad_()'] if bias else []
+        lines += [f'    x["sinks"] = keywords["{sinks}"] = keywords["{sinks}"].detach().requires_grad_()'] if sinks else []
         values = "list(leaves.values())"
         ends = f"(o, lse), {values}, (do{swap}, dlse)" if through_lse else f"o, {values}, do{swap}"
         got = '{"o": o, ' + ('"lse": lse, ' if lse else "") + "**dict(zip(leaves, grads))}"
@@ -152,7 +154,7 @@ class Script:
         if any(c.lse_grad for c in (self.case, *self.record.preceding)):
             dlse = torch.zeros(case.B, case.Hq, case.Lq) if inputs.dlse is None else inputs.dlse
             names.append(self.tensor("dlse", dlse, case, ""))
-        wanted = "".join(c for c in case.requires_grad if c != "b" or inputs.bias is not None)
+        wanted = "".join(c for c in case.requires_grad if c != "s" and (c != "b" or inputs.bias is not None))
         names += [f'wanted="{wanted}"'] if wanted != "qkv" else []
         given = keywords(self.binding, inputs)
         return ", ".join([*names, *(f"{n}={self.value(n, x, inputs)}" for n, x in given.items() if n != leave_out)])
@@ -263,7 +265,9 @@ class Script:
         names = [self.writer.define(n, getattr(inputs, n), case, n) for n in ("q", "k", "v", "do")]
         keep, bias = self.keep(inputs), self.bias(inputs)
         drop = "None" if inputs.dropout_keep is None else self.writer.define("dropout", inputs.dropout_keep)
-        given = ", ".join([*names[:3], *([bias] if bias != "None" else [])])
+        alibi = "None" if inputs.alibi is None else self.writer.define("alibi", inputs.alibi)
+        sinks = [] if inputs.sinks is None else [self.writer.define("sinks", inputs.sinks)]
+        given = ", ".join([*names[:3], *([bias] if bias != "None" else []), *sinks])
         lines = [
             f"x = [t.double().requires_grad_() for t in ({given})]",
             'want = dict(zip(("o", "lse"), attention(*x)))',
@@ -273,8 +277,9 @@ class Script:
             if inputs.dlse is not None:
                 dlse = self.writer.define("dlse", inputs.dlse)
                 ends = f"list(want.values()), x, ({names[3]}.double(), {dlse}.double())"
-            lines.append(f'want |= zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad({ends}))')
-        return [definition(case, keep, bias, drop), lines]
+            grads = ["dq", "dk", "dv", *(["dbias"] if bias != "None" else []), *(["dsinks"] if sinks else [])]
+            lines.append(f"want |= zip({tuple(grads)}, torch.autograd.grad({ends}))".replace("'", '"'))
+        return [definition(case, keep, bias, drop, alibi), lines]
 
 
 def from_file(place: str, attr: str) -> list[str]:

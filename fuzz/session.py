@@ -84,6 +84,8 @@ def narrowed(region: Region, declared: Region | None, options: Options) -> Regio
             served = ", ".join(declared.dtypes) if declared else ""
             raise Stop(f"--dtype must be one that the target declares ({served}), got {', '.join(options.dtypes)}")
         region = replace(region, dtypes=dtypes)
+    if options.modes:
+        region = replace(region, modes=tuple(dict.fromkeys(options.modes)))
     if options.max_len is not None:
         if options.max_len < region.min_len:
             raise Stop(
@@ -178,10 +180,10 @@ def short(region: Region | None) -> str:
 
 LACKS = {
     "dv_differs": "Dv other than D", "gqa": "grouped heads", "lq_differs": "Lq other than Lk", "bias_grad": "gradient of a bias",
-    "negative_scale": "scale <= 0", "lse_grad": "gradient through lse",
+    "negative_scale": "scale <= 0", "lse_grad": "gradient through lse", "alibi": "ALiBi", "sinks_grad": "gradient of sinks",
 }  # fmt: skip
 """Flags of a region in words, where their own names are none."""
-IMPLIED = {"bias_grad": ("bias", "backward"), "negative_scale": ("scale",), "lse_grad": ("lse", "backward")}
+IMPLIED = {"bias_grad": ("bias", "backward"), "negative_scale": ("scale",), "lse_grad": ("lse", "backward"), "sinks_grad": ("sinks", "backward")}
 """Flags that go without saying where another is off."""
 
 

@@ -41,7 +41,7 @@ TINY: tuple[Mapping[str, int], ...] = (
     {"Dv": 2}, {"D": 2}, {"Lk": 2}, {"Lq": 2}, {"B": 2}, {"Hq": 2}, {"Hq": 2, "Hkv": 2}, {"Lq": 2, "Lk": 2}, {"D": 2, "Dv": 2},
 )  # fmt: skip
 """Sizes next to all ones."""
-OTHERWISE = frozenset({*LAYOUT_FIELDS, "data", "grad", "sequence", "bias"})
+OTHERWISE = frozenset({*LAYOUT_FIELDS, "data", "grad", "sequence", "bias", "alibi", "sinks"})
 """Fields whose other values a person would try in place of a strange one."""
 
 
@@ -169,7 +169,7 @@ def leap(s: Shrinker) -> None:
     """The simplest case at once; all features off; all sizes 1."""
     off = {n: getattr(DEFAULT, n) for n in (*FEATURES, "mask")}
     ones = dict.fromkeys(SIZES, 1)
-    grads = s.best.requires_grad.replace("b", "")
+    grads = s.best.requires_grad.replace("b", "").replace("s", "")
     for changes in ({**off, **ones, "requires_grad": grads}, {**off, "requires_grad": grads}, ones):
         s.takes(**changes)
 

@@ -10,7 +10,21 @@ from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
-from .case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, MASK_FORMS, SEQUENCES, SIZES, Case
+from .case import (
+    ALIBI,
+    BIAS,
+    DATA,
+    DTYPES,
+    GRADS,
+    LAYOUTS,
+    MASK_FILLS,
+    MASK_FORMS,
+    MODES,
+    SEQUENCES,
+    SINKS,
+    SIZES,
+    Case,
+)
 from .masks import ALIGNMENTS, KINDS, And, Causal, Full, Mask, Not, Or, Padding, Window
 
 DEFAULT = Case()
@@ -19,7 +33,7 @@ LENGTHS = ("B", "Lq", "Lk")
 LAYOUT_FIELDS = tuple(f"layout_{t}" for t in ("q", "k", "v", "do", "mask"))
 ORDERED: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES, "mask_form": MASK_FORMS, "mask_fill": MASK_FILLS, "bias": BIAS, "data": DATA, "grad": GRADS,
-    "sequence": SEQUENCES, **dict.fromkeys(LAYOUT_FIELDS, LAYOUTS),
+    "sequence": SEQUENCES, "alibi": ALIBI, "sinks": SINKS, "mode": MODES, **dict.fromkeys(LAYOUT_FIELDS, LAYOUTS),
 }  # fmt: skip
 """Fields whose values are names, plainest first."""
 NUMBERS = ("scale", "softcap", "dropout")
@@ -91,7 +105,7 @@ def _plainness(x: float | None) -> tuple[float, ...]:
 
 
 def _axes_rank(axes: str, default: str) -> tuple[int, ...]:
-    letters = "bhqkv"  # also ranks requires_grad: its own letters b, k, q, v are all here
+    letters = "bhqkvs"  # also ranks requires_grad: its own letters b, k, q, s, v are all here
     return (axes != default, len(axes), *(letters.index(c) for c in axes))
 
 
@@ -214,13 +228,17 @@ def resets(case: Case) -> Iterator[Mapping[str, Any]]:
     changed = {n: v for n, v in off.items() if getattr(case, n) != v}
     for name, members in GROUPS.items():
         part = {n: changed[n] for n in members if n in changed}
-        if name == "bias" and "b" in case.requires_grad:
-            part["requires_grad"] = case.requires_grad.replace("b", "")
         if len(part) > 1:
-            yield part
-    yield from ({n: v} for n, v in changed.items())
+            yield part | _no_gradient(case, name)
+    yield from ({n: v} | (_no_gradient(case, n) if n == "sinks" else {}) for n, v in changed.items())
     if case.requires_grad:
         yield {"requires_grad": "", "grad": "normal", "lse_grad": False, "layout_do": "contiguous"}
+
+
+def _no_gradient(case: Case, name: str) -> dict[str, str]:
+    """What else changes when a tensor with a gradient of its own goes."""
+    letter = {"bias": "b", "sinks": "s"}.get(name, "")
+    return {"requires_grad": case.requires_grad.replace(letter, "")} if letter and letter in case.requires_grad else {}
 
 
 def heads(case: Case) -> list[tuple[int, int]]:

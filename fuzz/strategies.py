@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from . import ladders
-from .case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, SEQUENCES, Case
+from .case import ALIBI, BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, SEQUENCES, SINKS, Case
 from .ladders import gate, pick, pick_within
 from .masks import (
     ALIGNMENTS,
@@ -42,18 +42,19 @@ Fields = dict[str, Any]
 FEATURES = {
     "sequence": 17, "dropout": 11, "softcap": 12, "bias": 25, "mask": 62, "layouts": 36, "lse_grad": 14, "requires_grad": 25,
     "grad": 15, "scale": 22, "dv": 20, "data": 64, "empty": 3, "nonfinite": 100, "gqa": 100, "lq": 100, "backward": 100,
+    "alibi": 12, "sinks": 12, "mode": 6,
 }  # fmt: skip
 """What can be switched off, and in how many of a hundred cases it is on where nothing forbids it.
 
 backward: gradients at all; gqa: several heads per key head; lq: Lq other than Lk; dv: Dv other than D; empty: B, Lq or Lk
-zero; nonfinite: the regimes with NaN and Inf. Those with 100 are ordinary sizes and data, which come up by themselves.
+zero; nonfinite: the regimes with NaN and Inf; mode: the region's ways of calling. Those with 100 come up by themselves.
 """
 CHOICES = (
     "sequence", "dropout", "softcap", "bias", "bias_axes", "bias_grad", "mask", "form", "mask_axes", "fill",
     "kind", "one", "1a", "1b", "1c", "two", "2a", "2b", "2c",
     "layouts", "layout", "layout_mask", "layout_q", "layout_k", "layout_v", "layout_do",
     "lse_grad", "requires_grad", "grad", "scale", "dv", "data", "B zero", "Lq zero", "Lk zero", "dtype",
-    "shape", "B", "Hkv", "G", "D", "Lk", "Lk low", "Lq", "Lq low", "seed", "seed low",
+    "shape", "B", "Hkv", "G", "D", "Lk", "Lk low", "Lq", "Lq low", "seed", "seed low", "alibi", "sinks", "sinks_grad", "mode",
 )  # fmt: skip
 """What each byte chooses; earlier ones are shrunk with priority."""
 
@@ -159,6 +160,7 @@ def _served(region: Region) -> set[str]:
         "mask": set(region.masks) != {"none"}, "layouts": region.layouts, "scale": region.scale, "dv": region.dv_differs,
         "lse_grad": region.lse and region.lse_grad, "softcap": region.softcap, "bias": region.bias, "dropout": region.dropout,
         "gqa": region.gqa, "lq": region.lq_differs, "backward": region.backward, "empty": region.min_len == 0,
+        "alibi": region.alibi, "sinks": region.sinks, "mode": bool(region.modes),
     }  # fmt: skip
     return {name for name in FEATURES if serves.get(name, True)}
 
@@ -201,7 +203,7 @@ def decode(menu: Menu, data: bytes) -> Case:
         fields["layout_mask"] = LAYOUTS[0] if byte is None else pick(ladders.MASK_LAYOUTS, byte)
     if (byte := at.on("sequence")) is not None:
         fields["sequence"] = pick(_sequences(menu, fields), byte)
-    return Case(**fields)
+    return Case(**fields | _added(at, fields))
 
 
 def _numbers(at: Choices) -> Fields:
@@ -368,6 +370,17 @@ def _backward(at: Choices, fields: Fields) -> Fields:
     grad = at.on("grad") if wanted else None
     through = at.on("lse_grad") is not None and wanted not in ("", "v")
     return {"requires_grad": wanted, "grad": GRADS[0] if grad is None else pick(GRADS[1:], grad), "lse_grad": through}
+
+
+def _added(at: Choices, fields: Fields) -> Fields:
+    """ALiBi, sinks and whether their gradient is asked for; or a way of calling, on cases with nothing added to scores."""
+    out = {n: pick(kinds[1:], b) for n, kinds in (("alibi", ALIBI), ("sinks", SINKS)) if (b := at.on(n)) is not None}
+    wanted = fields["requires_grad"]
+    if "sinks" in out and wanted and at.menu.region.sinks_grad and at.bytes["sinks_grad"] >= 96:
+        out["requires_grad"] = wanted + "s"
+    if not out and not fields["bias"] and not fields.get("sequence") and (byte := at.on("mode")) is not None:
+        out["mode"] = pick(at.menu.region.modes, byte)
+    return out
 
 
 def _sequences(menu: Menu, fields: dict[str, Any]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ SECOND_LOOK = frozenset(
 """Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
 HANG_SECONDS = 5.0
 """Deadline of a probe while a hang is shrunk: its cases are smaller than one that had the full deadline."""
-FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias")
+FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 @dataclass
@@ -110,6 +110,7 @@ class Study:
         for failure in self.campaign.failures:
             for letters in {"qkv", self.book.found[key].simplest.case.requires_grad}:
                 asked = letters if failure.case.bias else letters.replace("b", "")
+                asked = asked if failure.case.sinks else asked.replace("s", "")
                 self.book.check(failure.case.but(requires_grad=asked))
 
     def _still_fails(self, key: str, thorough: bool) -> Callable[[Case], bool]:

@@ -48,6 +48,7 @@ class Inputs:
         nothing. A soft mask fill (additive form with "min" or "-1e4") forbids nothing: it lies in `bias` and `keep` is None.
         "b" in requires_grad asks for nothing unless `case.bias` is set.
     dlse: (B, Hq, Lq) float32, the gradient of lse, when case.lse_grad.
+    alibi: slopes (Hq,) or (B, Hq) in float32, when case.alibi. sinks: logits (Hq,) in the case's dtype, when case.sinks.
     dropout_keep: bool (B, Hq, Lq, Lk), the definition that the native dialect follows; the multiplier is keep/(1-dropout).
     """
 
@@ -61,8 +62,11 @@ class Inputs:
     bias: Tensor | None = None
     dlse: Tensor | None = None
     dropout_keep: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
     guards: bool = True
     blocks: list[Guarded] = field(default_factory=list)
+    told: Inputs | None = None  # the same with its slopes said by a bias
     _dense: Tensor | None = None
 
     def attn_mask(self, causal_apart: bool = False) -> Tensor | None:
@@ -108,9 +112,25 @@ def build(case: Case, device: str = "cpu", guards: bool = True) -> Inputs:
     _add_mask_and_bias(inputs)
     if case.lse_grad:
         inputs.dlse = _lse_gradient(inputs)
+    if case.alibi:
+        slopes = torch.from_numpy(values.alibi(case.alibi, case.seed, case.B, case.Hq))
+        inputs.alibi = _hold_flat(inputs, "alibi", slopes, torch.float32)
+    if case.sinks:
+        logits = torch.from_numpy(values.sinks(case.sinks, case.seed, case.Hq))
+        inputs.sinks = _hold_flat(inputs, "sinks", logits, TORCH_DTYPES[case.dtype])
     if case.dropout:
         inputs.dropout_keep = dropout_keep(case.seed, case.B, case.Hq, case.Lq, case.Lk, case.dropout, device)
     return inputs
+
+
+def autocast_dtype(case: Case) -> torch.dtype | None:
+    """The dtype of torch.autocast around the call: the case's own of 16 bits, bfloat16 for float32; None: there is none.
+
+    autocast leaves float64 alone.
+    """
+    if case.mode != "autocast" or case.dtype == "float64":
+        return None
+    return torch.bfloat16 if case.dtype == "float32" else TORCH_DTYPES[case.dtype]
 
 
 Device = str | torch.device
@@ -249,6 +269,17 @@ def _hold_mask(case: Case, name: str, value: Tensor, dtype: torch.dtype, device:
         strides = tuple(0 if n != m else s for n, m, s in zip(shape, full, where.strides, strict=True))
         where = Layout(full, strides, 0, where.span)
     return Guarded.hold((name,), (where,), (value,), dtype, device, guards)
+
+
+def _hold_flat(inputs: Inputs, name: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers (Hq,) or (B, Hq) as a guarded contiguous tensor of that shape."""
+    shape = (*(1,) * (2 - numbers.dim()), *numbers.shape, 1, 1)
+    block = Guarded.hold(
+        (name,), (layout("contiguous", shape),), (numbers.view(shape),), dtype, inputs.device, inputs.guards
+    )
+    inputs.blocks.append(block)
+    held = block.tensor(name)[..., 0, 0]
+    return held if numbers.dim() == 2 else held[0]
 
 
 def _lse_gradient(inputs: Inputs) -> Tensor:

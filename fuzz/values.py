@@ -273,6 +273,28 @@ def bias(kind: str, seed: int, shape: tuple[int, ...]) -> Array:
     return (np.abs(x) if kind == "negative" else x) * _BIAS_SIZES[kind]
 
 
+def alibi(kind: str, seed: int, B: int, Hq: int) -> Array:
+    """Slopes of ALiBi, (Hq,), or (B, Hq) of kind batch; to be rounded to float32, which hides a last bit of libm's power."""
+    standard = np.array([2.0 ** (-8.0 * (h + 1) / Hq) for h in range(Hq)])
+    if kind == "batch":
+        return (1.0 + uniform(uniform_bits(seed, "alibi", *_index(B, Hq)))) / 2
+    if kind == "large":
+        return 15.0 * (1.0 + uniform(uniform_bits(seed, "alibi", _index(Hq)[0])))
+    return standard * {"standard": 1.0, "negative": -1.0, "zero": 0.0}[kind]
+
+
+def sinks(kind: str, seed: int, Hq: int) -> Array:
+    """Logits of the sinks, (Hq,): normal, 30 times that, that minus 8, or -inf in heads 0, 2, 4 and so on."""
+    x = normal(uniform_bits(seed, "sinks", _index(Hq)[0]))
+    if kind == "-inf":
+        return np.where(np.arange(Hq) % 2, x, -np.inf)
+    return {"normal": x, "large": 30.0 * x, "negative": x - 8.0}[kind]
+
+
+def _index(*sizes: int) -> list[Index]:
+    return list(np.ix_(*(np.arange(n, dtype=np.int64) for n in sizes)))
+
+
 NONFINITE = (float("nan"), float("inf"), float("-inf"))
 
 

@@ -16,6 +16,7 @@ _LAYOUT = {
     "expand": "expanded (stride 0)", "offset": "at a storage offset", "strided": "with stride 2 in the last dimension",
     "size1": "with odd strides on dimensions of size 1", "transposed": "stored with its last dimension not contiguous",
 }  # fmt: skip
+_MODE = {"autocast": "under autocast", "compile": "compiled", "opcheck": "checked as an operator"}
 _TENSOR = {"do": "grad_output", "mask": "the dense mask"}
 
 
@@ -49,6 +50,10 @@ def _features(case: Case) -> Iterator[str]:
         yield mask_words(case.mask) + _form(case)
     if case.bias:
         yield f"{case.bias} bias" + (f" over axes {case.bias_axes or 'none'}" if case.bias_axes != "qk" else "")
+    if case.alibi:
+        yield f"{case.alibi} ALiBi slopes"
+    if case.sinks:
+        yield f"{case.sinks} sinks"
     if case.scale is not None:
         yield f"scale {case.scale:g}"
     if case.softcap:
@@ -60,6 +65,8 @@ def _features(case: Case) -> Iterator[str]:
     yield from _layouts(case)
     if case.sequence:
         yield _SEQUENCE[case.sequence]
+    if case.mode:
+        yield _MODE[case.mode]
     yield from _gradients(case)
     if case.seed:
         yield f"seed {case.seed}"
@@ -84,7 +91,7 @@ def _gradients(case: Case) -> Iterator[str]:
     if not case.requires_grad:
         yield "forward only"
     elif case.requires_grad != "qkv":
-        yield "gradients of " + ", ".join(case.requires_grad).replace("b", "bias") + " only"
+        yield "gradients of " + ", ".join({"b": "bias", "s": "sinks"}.get(c, c) for c in case.requires_grad) + " only"
     if case.grad != "normal":
         yield f"{case.grad} grad_output"
     if case.lse_grad:

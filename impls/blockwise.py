@@ -37,19 +37,23 @@ def blockwise(
     dropout: float = 0.0,
     dropout_seed: int = 0,
     return_lse: bool = False,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
     Br: int = BR,
     Bc: int = BC,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, never holding more than a Br x Bc tile of scores per head; differentiable by hand.
 
     q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) -> o (B, Hq, Lq, Dv) and, asked for, lse (B, Hq, Lq).
-    Scores are softcap * tanh(scale q.k / softcap), plus bias, then masked. Rows with no allowed key give 0 and lse -inf.
+    Scores are softcap * tanh(scale q.k / softcap), plus bias, minus slope * distance for alibi (Hq,) or (B, Hq), then masked.
+    sinks (Hq,) are logits of one key more in each row, of value zero, that lse counts. Rows with no allowed key give 0 and
+    lse -inf.
     """
     B, Hq, Lq, D = q.shape
     hidden = None if mask is None or mask == Full() else ~mask.dense(B, Hq, Lq, k.shape[2], q.device)
     scale = D**-0.5 if scale is None else scale
-    problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], hidden, scale, softcap, dropout, dropout_seed, Br, Bc)
-    o, lse = _Blockwise.apply(q, k, v, bias, problem)  # type: ignore[no-untyped-call]
+    problem = Problem(B, Hq, k.shape[1], Lq, k.shape[2], hidden, scale, softcap, dropout, dropout_seed, Br, Bc, alibi)
+    o, lse = _Blockwise.apply(q, k, v, bias, sinks, problem)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
@@ -69,6 +73,7 @@ class Problem:
     seed: int
     Br: int
     Bc: int
+    alibi: Tensor | None = None
 
     def query_tiles(self) -> Iterator[slice]:
         """Rows of each query tile."""
@@ -81,6 +86,13 @@ class Problem:
     def skips(self, i: slice, j: slice) -> bool:
         """No query of the tile may see a key of the tile."""
         return self.hidden is not None and bool(_part(self.hidden, i, j).all())
+
+    def distance(self, i: slice, j: slice, dtype: torch.dtype) -> Tensor:
+        """-slope * distance of the tile, (B|1, Hq, Br, Bc)."""
+        assert self.alibi is not None
+        rows, keys = (torch.arange(x.start, x.stop, device=self.alibi.device) for x in (i, j))
+        slopes = torch.atleast_2d(self.alibi).to(dtype)[..., None, None]
+        return -slopes * (rows[:, None] + (self.Lk - self.Lq) - keys).abs()
 
     def drop(self, i: slice, j: slice, like: Tensor) -> Tensor:
         """What dropout multiplies the tile's probabilities by, grouped like them: 0 or 1/(1 - dropout)."""
@@ -131,9 +143,11 @@ def _scores(p: Problem, q: Tensor, k: Tensor, bias: Tensor | None, i: slice, j: 
     if p.softcap:
         tanh = torch.tanh(s / p.softcap)
         s = p.softcap * tanh
-    if bias is None and p.hidden is None:
+    if bias is None and p.hidden is None and p.alibi is None:
         return Scores(s, tanh)
     s = p.heads(s)
+    if p.alibi is not None:
+        s = s + p.distance(i, j, s.dtype)
     if bias is not None:
         s = s + _part(bias, i, j)
     if p.hidden is not None:
@@ -141,8 +155,13 @@ def _scores(p: Problem, q: Tensor, k: Tensor, bias: Tensor | None, i: slice, j: 
     return Scores(p.grouped(s), tanh)
 
 
-def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(o, lse): for each query tile, one pass over the key tiles with a running maximum m and sum l (algorithm 2)."""
+def forward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): for each query tile, one pass over the key tiles with a running maximum m and sum l (algorithm 2).
+
+    A sink is where m and l begin: the sink itself, and 1.
+    """
     wq, wk, wv, wbias = _wide(q), _keys(k), _keys(v), None if bias is None else _wide(bias)
     o = q.new_empty(p.B, p.Hq, p.Lq, v.shape[3])
     lse = wq.new_empty(p.B, p.Hq, p.Lq)
@@ -150,6 +169,9 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) ->
         qi = p.grouped(wq[:, :, i])
         m = wq.new_full((*qi.shape[:2], 1), -math.inf)
         l = torch.zeros_like(m)
+        if sinks is not None:
+            m = p.grouped(_wide(sinks).view(1, -1, 1, 1).expand(p.B, p.Hq, i.stop - i.start, 1))
+            l = (m > -math.inf).to(m.dtype)
         acc = wq.new_zeros(*qi.shape[:2], v.shape[3])
         for j, kj, vj in _by_keys(p, wk, wv):
             if p.skips(i, j):
@@ -226,6 +248,14 @@ def backward(
     return _join(p, q, rows), dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype)
 
 
+def sink_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """dsinks (Hq,): minus the sum over rows of the sink's probability times delta."""
+    delta = (_wide(do) * o).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    prob = torch.exp(_wide(sinks)[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    return -(prob * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def _join(p: Problem, q: Tensor, rows: list[Rows]) -> Tensor:
     """dq from the grouped accumulators of its query tiles."""
     if not rows:
@@ -238,17 +268,18 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, problem: Problem
     ) -> tuple[Tensor, Tensor]:
-        o, lse = forward(problem, q, k, v, bias)
-        ctx.save_for_backward(q, k, v, bias, o, lse)
+        o, lse = forward(problem, q, k, v, bias, sinks)
+        ctx.save_for_backward(q, k, v, bias, sinks, o, lse)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, o, lse = ctx.saved_tensors
+        q, k, v, bias, sinks, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = backward(ctx.problem, q, k, v, bias, o, lse, do, dlse)
+        grads: tuple[Tensor | None, ...] = backward(ctx.problem, q, k, v, bias, o, lse, do, dlse)
+        grads = (*grads, None if sinks is None else sink_gradient(sinks, o, lse, do, dlse))
         return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None

@@ -7,16 +7,15 @@ accept every conforming one and reject a faulty one. They are not registered as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-F32 = torch.float32
-
+from .emulation_added import alibi, sink_after, sink_first, sink_gradient, sink_joined, sink_lse, sinks
+from .emulation_formats import EXP2, F32, LN2, LOG2E, fused_dot, tf32_nearest, through, truncated
 
 Posed = Any  # a problem as oracles/exact.py states it; implementations do not import oracles
 
@@ -49,61 +48,8 @@ class Arithmetic:
     faults: frozenset[str] = frozenset()
     seed: int = 0
     diagonal: int | None = None
-
-
-def tf32_nearest(x: Tensor) -> Tensor:
-    """x rounded to the 10 fraction bits of TF32."""
-    bits = x.contiguous().view(torch.int32)
-    rounded = (((bits + (((bits >> 13) & 1) + 0x0FFF)) >> 13) << 13).view(F32)
-    return torch.where(torch.isfinite(x), rounded, x)
-
-
-def truncated(x: Tensor, dropped_bits: int) -> Tensor:
-    """x with the last bits of its float32 fraction cleared."""
-    return ((x.contiguous().view(torch.int32) >> dropped_bits) << dropped_bits).view(F32)
-
-
-def through(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x rounded to dtype, as float32."""
-    return x if dtype in (None, F32) else x.to(dtype).float()
-
-
-def polynomial_exp2(x: Tensor, *coefficients: float) -> Tensor:
-    """2**x by a polynomial on [0, 1): degree 3 is off by 1e-4, degree 2 by 2e-3."""
-    clipped = x.clamp_min(-127.0)
-    whole = torch.floor(clipped)
-    y = torch.zeros_like(x)
-    for c in coefficients:
-        y = y * (clipped - whole) + c
-    return torch.ldexp(y, whole.clamp(-150, 127).to(torch.int32)) * (x > -126)
-
-
-EXP2: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp2": torch.exp2,
-    "exp": lambda x: torch.exp(x * LN2),
-    "cubic": lambda x: polynomial_exp2(x, 0.0771190896, 0.2275643944, 0.6951461434, 1.0),
-    "quadratic": lambda x: polynomial_exp2(x, 0.3301070332, 0.6657850742, 1.0),
-    "half": lambda x: torch.exp2(x.half().float()).half().float(),
-}
-
-
-def fused_dot(a: Tensor, b: Tensor, bits: int, block: int) -> Tensor:
-    """a @ b as a chain of tensor-core steps.
-
-    `block` products and the accumulator are aligned to the largest, truncated to `bits` fraction bits, added exactly, and
-    truncated to float32 (13 bits in the FP8 mode of Hopper).
-    """
-    a, b = a.double(), b.double()
-    acc = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
-    for start in range(0, a.shape[-1], block):
-        terms = a[..., start : start + block].unsqueeze(-1) * b[..., start : start + block, :].unsqueeze(-3)
-        terms = torch.cat([terms, acc.unsqueeze(-2)], -2)
-        exponent = torch.floor(torch.log2(terms.abs().amax(-2, keepdim=True).clamp_min(1e-300)))
-        grid = torch.exp2(bits - exponent)
-        total = (torch.trunc(terms * grid) / grid).sum(-2)
-        grid = torch.exp2((13 if bits == 13 else 23) - torch.floor(torch.log2(total.abs().clamp_min(1e-300))))
-        acc = torch.trunc(total * grid) / grid
-    return acc.float()
+    sink: str = "first"  # the running maximum begins at the sink; last: a tile more; after: o and lse corrected by it
+    alibi_scaled: bool = False  # slopes are divided by the scale and added before it
 
 
 class _Run:
@@ -121,6 +67,11 @@ class _Run:
         self.z = None if p.dropout is None else p.dropout.float()
         self.dlse = None if p.dlse is None else p.dlse.float().unsqueeze(-1)
         self.scale = float(torch.tensor(p.scale).bfloat16()) if "scale_bf16const" in self.faults else p.scale
+        self.sink = sinks(p, a.faults)
+        early = a.alibi_scaled and 1e-3 < abs(p.scale) < 1e3 and not p.softcap
+        early = early or "alibi_before_softcap" in a.faults
+        self.early, late = (alibi(p, a.faults, self.scale), None) if early else (None, alibi(p, a.faults))
+        self.late = late
         self.p_dtype = torch.bfloat16 if "p_bf16" in self.faults else a.p_dtype or self.io
         self.ds_dtype = torch.bfloat16 if "ds_bf16" in self.faults else a.ds_dtype or self.io
 
@@ -190,12 +141,15 @@ class _Run:
         if self.a.q_prescaled or "q_prescale" in self.faults:
             z = self.dot(through(q * self.scale, torch.bfloat16 if self.io == F32 else self.io), k)
         else:
-            z = self.dot(q, k) * self.scale
+            z = self.dot(q, k)
+            z = (z if self.early is None else z + self.early[..., rows, keys]) * self.scale
         z = through(z, torch.bfloat16 if "s_lowp" in self.faults else None)
         s, g = z, None
         if self.p.softcap:
             tanh = torch.tanh(z / self.p.softcap)
             s, g = tanh * self.p.softcap, torch.ones_like(tanh) if "no_dtanh" in self.faults else 1 - tanh * tanh
+        if self.late is not None:
+            s = s + self.late[..., rows, keys]
         if self.p.bias is not None:
             bias = self.p.bias.expand(self.B, self.Hq, self.Lq, self.Lk)[..., rows, keys].float()
             s = s + (torch.where(torch.isinf(bias), bias, bias * LN2) if "bias_log2" in self.faults else bias)
@@ -235,6 +189,8 @@ class _Run:
         o, lse = torch.zeros(self.B, self.Hq, self.Lq, self.Dv), torch.full((self.B, self.Hq, self.Lq, 1), -math.inf)
         for rows in self.tiles(self.Lq, self.a.q_tile):
             o[..., rows, :], lse[..., rows, :] = self.row_tile(rows)
+        if self.sink is not None and "sink_not_in_lse" in self.faults:
+            lse = sink_lse(lse, self.sink)
         for fault, dtype in (("lse_bf16", torch.bfloat16), ("lse_fp16", torch.float16)):
             lse = through(lse, dtype) if fault in self.faults else lse
         return o, lse
@@ -243,6 +199,8 @@ class _Run:
         shape = (self.B, self.Hq, rows.stop - rows.start)
         m, total, acc = torch.full((*shape, 1), -math.inf), torch.zeros(*shape, 1), torch.zeros(*shape, self.Dv)
         tiles = self.key_tiles()
+        if self.a.sink == "first":
+            m, total = sink_first(self.sink, m, total)
         for index, keys in enumerate(tiles):
             x = self.padded(self.scores(rows, keys)[0] * LOG2E, keys, 0.0)
             new = torch.maximum(m, x.amax(-1, keepdim=True))
@@ -258,6 +216,10 @@ class _Run:
             acc = acc if last and "acc_norescale_last" in self.faults else acc * alpha
             pv = self.dot(self.cast_p(self.drop(p, rows, keys)), self.padded(self.v[..., keys, :].mT, keys, 0.0).mT)
             acc, m = self.accumulator(acc + pv, "acc"), new
+            if self.sink is not None and index and "sink_per_tile" in self.faults:
+                total = total + self.exp2(self.sink * LOG2E - base)
+        if self.sink is not None and self.a.sink == "last":
+            m, total, acc = sink_joined(self.sink, m, total, acc)
         return self.finished(acc, total, m, len(tiles))
 
     def padded(self, x: Tensor, keys: slice, fill: float) -> Tensor:
@@ -285,7 +247,8 @@ class _Run:
             if "lse_ln2" in self.faults and tiles > 1
             else (base + torch.log2(divisor)) * LN2
         )
-        return torch.where(dead, torch.zeros(()), o), torch.where(dead, torch.full((), -math.inf), lse)
+        o, lse = torch.where(dead, torch.zeros(()), o), torch.where(dead, torch.full((), -math.inf), lse)
+        return sink_after(self.sink, o, lse) if self.sink is not None and self.a.sink == "after" else (o, lse)
 
     def stored_o(self, o: Tensor) -> Tensor:
         dropped = {torch.bfloat16: 16, torch.float16: 13}.get(self.io, 0)
@@ -340,6 +303,8 @@ class _Run:
         out = {"dq": dq, "dk": self.fold(dk), "dv": self.fold(dv)}
         if dbias is not None and self.p.bias is not None:
             out["dbias"] = dbias.sum_to_size(self.p.bias.shape)
+        if self.sink is not None:
+            out["dsinks"] = sink_gradient(self.sink, lse, delta)
         return {name: x.to(self.io) for name, x in out.items()}
 
     def textbook(self) -> dict[str, Tensor]:
@@ -350,13 +315,17 @@ class _Run:
         if self.p.softcap:
             tanh = torch.tanh(z / self.p.softcap)
             s, g = through(tanh * self.p.softcap, kept), 1 - tanh * tanh
+        alibi_term = alibi(self.p, self.faults)
+        s = s if alibi_term is None else through(s + alibi_term, kept)
         if self.p.bias is not None:
             s = through(s + self.p.bias.float().nan_to_num(neginf=0.0), kept)
         s = torch.where(self.keep, s, torch.tensor(-math.inf))
         m = s.amax(-1, keepdim=True) if self.Lk else torch.full((self.B, self.Hq, self.Lq, 1), -math.inf)
+        m = m if self.sink is None else torch.maximum(m, self.sink)
         m = torch.where(torch.isfinite(m), m, torch.zeros(()))
         e = torch.exp(s - m)
         total = e.sum(-1, keepdim=True)
+        total = total if self.sink is None else total + torch.exp(self.sink - m)
         dead = total == 0
         divisor = torch.where(dead, torch.ones(()), total)
         p = e / divisor
@@ -364,6 +333,7 @@ class _Run:
         o = self.dot(pz, self.v)
         lse = torch.where(dead, torch.full((), -math.inf), m + torch.log(divisor))
         out = {"o": self.stored_o(o), "lse": lse.squeeze(-1)}
+        self.textbook_lse = lse
         return out | self.textbook_backward(self.cast_p(p) if kept else p, pz, o, out["o"], g, kept)
 
     def textbook_backward(
@@ -375,10 +345,13 @@ class _Run:
             delta = (p * dp).sum(-1, keepdim=True)
         else:
             delta = (self.do * (stored.float() if self.a.delta == "do.o" else o)).sum(-1, keepdim=True)
-        ds = p * (dp - (delta if self.dlse is None else delta - self.dlse))
+        delta = delta if self.dlse is None else delta - self.dlse
+        ds = p * (dp - delta)
         out = {"dv": self.fold(self.dot(pz.mT, self.do))}
         if self.p.bias is not None:
             out["dbias"] = ds.sum_to_size(self.p.bias.shape)
+        if self.sink is not None:
+            out["dsinks"] = sink_gradient(self.sink, self.textbook_lse, delta)
         ds = self.cast_ds(ds if g is None else ds * g)
         out["dq"] = self.dot(ds, self.k) * self.p.scale
         out["dk"] = self.fold(self.dot(ds.mT, self.q) * self.p.scale)

@@ -66,10 +66,27 @@ def signature(call: Callable[..., Any]) -> inspect.Signature | None:
     """The callable's parameters; None for a builtin that does not tell. A module is asked for those of its forward."""
     if isinstance(call, torch.nn.Module):
         call = call.forward
+    if is_operator(call):
+        return _schema_signature(call)
     try:
         return inspect.signature(call)
     except (ValueError, TypeError):
         return None
+
+
+def _schema_signature(operator: Any) -> inspect.Signature:
+    """The parameters of an operator of torch.library, from its schema; the default overload of a packet."""
+    overload = getattr(operator, "_opoverload", operator)
+    schema = getattr(overload, "default", overload)._schema
+    P = inspect.Parameter
+    return inspect.Signature([
+        P(
+            a.name,
+            P.KEYWORD_ONLY if a.kwarg_only else P.POSITIONAL_OR_KEYWORD,
+            default=a.default_value if a.has_default_value() else P.empty,
+        )
+        for a in schema.arguments
+    ])
 
 
 def takes_q_k_v(call: Callable[..., Any]) -> bool:
@@ -174,6 +191,13 @@ def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType
     except (Exception, SystemExit) as e:  # noqa: BLE001 (the target's own code runs here, it may raise anything)
         hint = "; name it package.module:attr" if "relative import" in str(e) else ""
         raise TargetError(f"target {target} failed to import: {type(e).__name__}: {e}{hint}", own_frames(e)) from None
+
+
+def is_operator(call: object) -> bool:
+    """Whether the callable is an operator of torch.library."""
+    return isinstance(
+        call, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._library.custom_ops.CustomOpDef
+    )
 
 
 def own_frames(error: BaseException) -> str:

@@ -23,7 +23,7 @@ LARGEST = {
 U32 = UNIT["float32"]
 FTZ = 2.0**-126
 MAX32 = LARGEST["float32"]
-TENSORS = ("o", "lse", "dq", "dk", "dv", "dbias")
+TENSORS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 POLICIES = {
     "delta": ("either", "do.o", "p.dp"),

@@ -42,7 +42,7 @@ class ValueReport:
 def judge_problem(
     problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, *, generic: bool = False
 ) -> ValueReport:
-    """Judge what a target returned for a problem; keys of `outputs` among o, lse, dq, dk, dv, dbias, missing ones unjudged.
+    """Judge what a target returned for a problem; keys of `outputs` among TENSORS, missing ones unjudged.
 
     `generic` data (no ties or structure) is judged by the statistical tier as well. ArithmeticError where the answer or a
     limit is NaN, which is a fault of the oracle: nothing is said of the target then.
@@ -169,7 +169,7 @@ class _Judge:
             return dead[..., 0]
         if name in ("o", "dq"):
             return np.broadcast_to(dead, shape)
-        if name == "dbias":
+        if name in ("dbias", "dsinks"):
             return np.broadcast_to(dead.any(), shape)
         heads = np.broadcast_to(r.dead, (r.B, r.Hkv, r.at_rows.R, 1)).any(-2, keepdims=True)
         return np.broadcast_to(heads, shape)

@@ -1,4 +1,4 @@
-"""float64 attention by its definition: o, lse and the gradients dq, dk, dv, dbias in closed form.
+"""float64 attention by its definition: o, lse and the gradients dq, dk, dv, dbias, dsinks in closed form.
 
 Inside, the G query heads of a key head are one axis of R = G * Lq rows, so that grouped heads need no copies and no sum
 over the group: q (B, Hkv, R, D), k (B, Hkv, Lk, D), scores (B, Hkv, R, Lk). numpy, because one small array operation
@@ -30,6 +30,8 @@ class Problem:
 
     `keep` (True: attend) and `bias` are 4-D and broadcast to (B, Hq, Lq, Lk); None means all, and none. `dlse` (B, Hq, Lq)
     is the gradient of lse. `dropout` (B, Hq, Lq, Lk) multiplies P: keep / (1 - p). `do` None asks for the forward only.
+    `alibi` (Hq,) or (B, Hq) are slopes: -slope * |i + Lk - Lq - j| is added to the score after the softcap. `sinks` (Hq,)
+    are the logits of one key more in each row, whose value is zero: not scaled, capped or masked; lse counts them.
     """
 
     q: Tensor
@@ -42,6 +44,8 @@ class Problem:
     softcap: float = 0.0
     dlse: Tensor | None = None
     dropout: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Inputs, *, dropout_known: bool = True) -> Problem:
@@ -56,7 +60,8 @@ class Problem:
             dropout = inputs.dropout_keep.cpu().to(torch.float64) / (1.0 - case.dropout)
         q, k, v = (t.detach().cpu() for t in (inputs.q, inputs.k, inputs.v))
         do, keep, bias, dlse = map(cpu, (inputs.do, inputs.keep, inputs.bias, inputs.dlse))
-        return cls(q, k, v, do, keep, bias, case.resolved_scale, case.softcap, dlse, dropout)
+        alibi, sinks = map(cpu, (inputs.alibi, inputs.sinks))
+        return cls(q, k, v, do, keep, bias, case.resolved_scale, case.softcap, dlse, dropout, alibi, sinks)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -131,6 +136,11 @@ class Rows:
         """(B|1, Hkv|1, R, Lk) -> (B, Hq, Lq, Lk)."""
         return np.broadcast_to(x, (self.B, self.Hkv, *x.shape[2:])).reshape(self.B, self.Hq, self.Lq, self.Lk)
 
+    def distances(self, slopes: Array) -> Array:
+        """-slope * |i + Lk - Lq - j| of slopes (Hq,) or (B, Hq), as (B|1, Hkv, R, Lk)."""
+        apart = np.abs(np.arange(self.Lq)[:, None] + (self.Lk - self.Lq) - np.arange(self.Lk))
+        return self.pairs(-np.atleast_2d(slopes)[:, :, None, None] * apart)
+
     def full_rows(self, x: npt.NDArray[T]) -> npt.NDArray[T]:
         """(B, Hkv, 1, X) -> (B, Hq, 1, X): what is common to the rows of a key head."""
         return np.repeat(x, self.G, axis=1)
@@ -164,8 +174,12 @@ class Reference:
         self.q, self.k, self.v = self.rows(problem.array("q")), problem.array("k"), problem.array("v")
         self.z: Array | None = None if problem.dropout is None else self.rows(problem.array("dropout"))
         self.bias = None if problem.bias is None else problem.array("bias")
+        self.alibi = None if problem.alibi is None else self.at_rows.distances(problem.array("alibi"))
+        self.sinks = None if problem.sinks is None else self.rows(problem.array("sinks")[None, :, None, None])
         self.live = self.at_rows.live(problem)
         self.dead: Bools = ~any_of(self.live, -1)
+        if self.sinks is not None:
+            self.dead = self.dead & np.isneginf(self.sinks)
         self._forward()
 
     def _forward(self) -> None:
@@ -175,18 +189,53 @@ class Reference:
         self.s0 = s
         if self.bias is not None:
             s = s + self.at_rows.pairs(np.where(np.isneginf(self.bias), 0.0, self.bias))
+        if self.alibi is not None:
+            s = s + self.alibi
         all_live = bool(self.live.all())
         masked = s if all_live else np.where(self.live, s, -np.inf)
         m = masked.max(-1, keepdims=True, initial=-np.inf)
+        if self.sinks is not None:
+            m = np.maximum(m, self.sinks)
         self.m: Array = np.where(self.dead, 0.0, m)
         e = np.exp(masked - self.m)
-        norm = np.where(self.dead, 1.0, e.sum(-1, keepdims=True))
+        norm = e.sum(-1, keepdims=True)
+        if self.sinks is not None:
+            norm = norm + np.exp(self.sinks - self.m)
+        norm = np.where(self.dead, 1.0, norm)
         self.p: Array = e / norm
         self.s: Array = s if all_live else np.where(self.live, s, 0.0)
         self.lse: Array = self.m + np.log(norm)  # 0 on dead rows; outputs() gives -inf
         self.lp: Array = masked - self.lse
         self.pz: Array = self.p if self.z is None else self.p * self.z
         self.o: Array = self.pz @ self.v
+
+    # -- the sink: one key more per row, of value zero (None without)
+    @cached_property
+    def lp_sink(self) -> Array:
+        """log of the sink's weight (B, Hkv, R, 1), -inf where the sink is."""
+        assert self.sinks is not None
+        return np.where(self.dead, -np.inf, self.sinks - self.lse)
+
+    @cached_property
+    def p_sink(self) -> Array:
+        return np.exp(self.lp_sink)
+
+    @cached_property
+    def keys_m(self) -> Array:
+        """The greatest score among the row's keys, without the sink; 0 where there is no key."""
+        m = np.where(self.live, self.s, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+        return np.where(np.isneginf(m), 0.0, m)
+
+    @cached_property
+    def keys_lse(self) -> Array:
+        """lse without the sink; 0 where there is no key."""
+        total = self.p.sum(-1, keepdims=True)
+        return np.where(total > 0, self.lse + np.log(total), self.keys_m)
+
+    @cached_property
+    def t_sink(self) -> Array:
+        """dS of the sink is p_sink * t_sink: its value is zero, so its dP is."""
+        return -self.delta if self.dlse is None else self.dlse - self.delta
 
     # -- absolute values and counts, shared by every contract that is tried on this problem
     @cached_property
@@ -314,6 +363,11 @@ class Reference:
         """dS with respect to scale * q.k."""
         return self.ds_bias if self.g is None else self.ds_bias * self.g
 
+    def over_sinks(self, x: Array) -> Array:
+        """(B, Hkv, R, 1) summed over the rows of every query head: (Hq,)."""
+        full = np.broadcast_to(x, (self.B, self.Hkv, self.at_rows.R, 1))
+        return cast(Array, self.heads(full).sum((0, 2, 3)))
+
     def over_bias(self, x: Array) -> Array:
         """(B, Hkv, R, Lk) summed over the axes that the bias broadcasts, in the bias's 4-D shape."""
         assert self.problem.bias is not None
@@ -328,10 +382,12 @@ class Reference:
 
     @np.errstate(all="ignore")
     def backward(self) -> dict[str, Array]:
-        """dq, dk, dv, and dbias when there is a bias."""
+        """dq, dk, dv, dbias when there is a bias, and dsinks (Hq,) when there are sinks."""
         out = {"dq": self.heads(self.dq), "dk": self.dk, "dv": self.dv}
         if self.bias is not None:
             out["dbias"] = self.over_bias(self.ds_bias)
+        if self.sinks is not None:
+            out["dsinks"] = self.over_sinks(self.p_sink * self.t_sink)
         return out
 
     @cached_property
@@ -340,5 +396,5 @@ class Reference:
         return self.forward() | ({} if self.problem.do is None else self.backward())
 
     def outputs(self) -> dict[str, Tensor]:
-        """The same as float64 tensors: o, lse, and with `do` dq, dk, dv and dbias."""
+        """The same as float64 tensors: o, lse, and with `do` dq, dk, dv, dbias and dsinks."""
         return {name: torch.from_numpy(np.array(x)) for name, x in self.arrays.items()}

@@ -5,7 +5,7 @@ P' = keep * P / (1 - p) and any keep mask at all (docs/limits.md has the two-lin
 
     <dV, V> = <dO, O>        (both are sum_ij P'_ij dO_i . V_j)
     <dQ, Q> = <dK, K>        (both are sum_ij dz_ij z_ij, z = scale q.k; softcap and bias come after z)
-    sum(dBias) = sum(dlse)   (each row of dS sums to delta - delta + dlse)
+    sum(dBias) = sum(dlse)   (each row of dS sums to delta - delta + dlse; with sinks, their dS is in that sum)
 
 The first two hold for every batch entry and key head.
 """
@@ -72,6 +72,7 @@ def envelope(problem: Problem, largest: float) -> Reference:
     r.q, r.k = r.aq, r.ak
     if do is not None:
         r.t = r.dp + r.delta * r.kf + (0.0 if r.dlse is None else r.dlse * r.kf)
+        r.t_sink = r.delta if r.dlse is None else r.delta + r.dlse
     return r
 
 
@@ -131,7 +132,7 @@ def _equalities(report: ValueReport, problem: Problem, given: dict[str, Array], 
             pairs.append((inner(x, y), inner(allowed.b[computed], np.abs(y)), inner(np.abs(x), np.abs(y))))
         if len(pairs) == 2:
             _equal(report, name, f"<{left[0]}, {left[1]}> must equal <{right[0]}, {right[1]}>", *pairs)
-    if "dbias" in given:
+    if "dbias" in given and problem.sinks is None:
         total, limit = given["dbias"].sum(), allowed.b["dbias"].sum()
         want = 0.0 if problem.dlse is None else _live_sum(problem)
         sides = [(np.array([[x]]), np.array([[b]]), np.array([[abs(x)]])) for x, b in ((total, limit), (want, 0.0))]

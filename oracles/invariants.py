@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuzz.tensors import Inputs
+from ..fuzz.tensors import Inputs, autocast_dtype
 from .finding import Finding
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,9 +17,11 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 def form_of_output(o: Tensor | None, like: Tensor, inputs: Inputs) -> list[Finding]:
     """Findings about shape, dtype, device and aliasing of the output; `like` has the form it must have."""
-    return (
-        [] if o is None else _form("o", o, tuple(like.shape), (like.dtype,), like.device) or _aliasing("o", o, inputs)
-    )
+    if o is None:
+        return []
+    narrow = autocast_dtype(inputs.case)
+    dtypes = (like.dtype,) if narrow in (None, like.dtype) else (like.dtype, narrow)
+    return _form("o", o, tuple(like.shape), dtypes, like.device) or _aliasing("o", o, inputs)
 
 
 def form_of_lse(lse: Tensor | None, inputs: Inputs) -> list[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .contract import MAX32, Contract
 from .exact import Array, Bools, Reference, any_of
-from .limits_forward import UNKNOWN, Forward, comb, inflate, softcap_range, summed
+from .limits_forward import UNKNOWN, Forward, comb, inflate, sink_error, softcap_range, summed
 
 LOG_MAX32 = 88.0
 """exp of more than this may overflow float32."""
@@ -52,12 +52,14 @@ def backward_limits(r: Reference, c: Contract, f: Forward) -> tuple[dict[str, Ar
     s = scores(r, c, f, p, delta_limit(r, c, f, p, dp_error), dp_error)
     seen = r.nq > 0
     out = {
-        "dq": r.heads(np.where(r.dead, 0.0, dq_limit(r, c, f, s))),
+        "dq": r.heads(np.where(r.n == 0, 0.0, dq_limit(r, c, f, s))),
         "dk": np.where(seen, dk_limit(r, c, s), 0.0),
         "dv": np.where(seen, dv_limit(r, c, p), 0.0),
     }
     if r.bias is not None:
         out["dbias"] = dbias_limit(r, c, s)
+    if r.sinks is not None:
+        out["dsinks"] = dsinks_limit(r, c, f, s)
     return cast("dict[str, Array]", out), loose_gradients(r, c, f, p, s, dp_error, cast("dict[str, Array]", out))
 
 
@@ -168,6 +170,17 @@ def dbias_limit(r: Reference, c: Contract, s: Scores) -> Array:
     return cast(Array, np.where(terms > 0, stored(c, size, error), 0.0))
 
 
+def dsinks_limit(r: Reference, c: Contract, f: Forward, s: Scores) -> Array:
+    """dsinks = sum over rows of p (dlse - delta), p the sink's weight; the rows may be summed in the dtype of the sinks."""
+    E = sink_error(r, c, f.rescales) + f.lse + (2 * c.u + c.constant_u) * np.maximum(np.abs(r.m), r.alse) + 3 * c.u
+    up, off = inflate(r.p_sink, r.lp_sink, np.minimum(E, UNKNOWN))
+    size = np.abs(r.delta) + (0.0 if r.dlse is None else np.abs(r.dlse))  # parts may meet different roundings of p
+    rows = off * (size + s.delta) + r.p_sink * s.delta + up * 5 * c.u * (size + s.delta) + c.ftz * (1.0 + size)
+    absolute, terms = r.over_sinks(up * (size + s.delta)), r.B * r.Lq
+    error = r.over_sinks(rows) + absolute * (comb(summed(c, terms), c.dbias_u)) + terms * (c.dbias_eta + c.ftz)
+    return cast(Array, np.where(np.isneginf(r.problem.array("sinks")), 0.0, stored(c, np.abs(r.arrays["dsinks"]), error)))
+
+
 def small_products(r: Reference, c: Contract, pairs: Array, other: Array, count: Array) -> Array | float:
     """dS below the smallest number of its format, times the other operand; a scaled dS underflows at another place."""
     size = abs(r.scale)
@@ -223,6 +236,8 @@ def loose_gradients(
             add(name, any_of(bad, -2).swapaxes(-1, -2))
         if r.bias is not None:
             add("dbias", r.over_bias(bad.astype(np.float64)) > 0)
+        if r.sinks is not None:
+            add("dsinks", r.over_sinks(any_of(bad, -1).astype(np.float64)) > 0)
 
     reach = s.size * max(1.0, abs(r.scale)) if c.ds_scaled else s.size
     if reach.max(initial=0.0) >= c.ds_max:
@@ -245,7 +260,7 @@ def _overflowing_rows(r: Reference, c: Contract, dp_error: Array) -> Bools | Non
     """Rows whose dP or delta may overflow where it is stored, masked pairs included (0 * inf)."""
     rows = None
     if r.dov.max(initial=0.0) * 1.01 + c.dp_eta >= c.dp_max:
-        size = np.abs(r.dp_raw if r.z is None else r.dp_raw * r.z)
+        size = np.abs(r.dp_raw if r.z is None else r.dp_raw * np.maximum(r.z, 1.0))  # dropped ones too: inf * 0
         rows = any_of(size + dp_error >= c.dp_max, -1)
     products_of_o = (r.ado * r.ao).sum(-1, keepdims=True)
     if products_of_o.max(initial=0.0) >= min(c.dp_max, MAX32) and c.io != "float64":

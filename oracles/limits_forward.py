@@ -46,12 +46,13 @@ class Weights:
     """How far the softmax of perturbed scores can be from p: |log weight error| of key j is at most E_j.
 
     up: the largest weight; off: a bound on |weight - p| that is exact to first order (both before dropout);
-    log_norm: the largest |log| of the perturbed normaliser over the exact one.
+    log_norm: the largest |log| of the perturbed normaliser over the exact one; off_sink: as off, of the sink, if any.
     """
 
     up: Array
     off: Array
     log_norm: Array
+    off_sink: Array | float = 0.0
 
 
 def inflate(p: Array, lp: Array, E: Array) -> tuple[Array, Array]:
@@ -63,16 +64,27 @@ def inflate(p: Array, lp: Array, E: Array) -> tuple[Array, Array]:
     return up, up * -np.expm1(-E)
 
 
-def weights(r: Reference, E: Array) -> Weights:
-    """The exact identity sum_j (w_j - p_j) v_j = sum_j p_j expm1(e_j) (v_j - o) / sum_k p_k exp(e_k), maximised over |e| <= E."""
+def weights(r: Reference, E: Array, E_sink: Array | None = None) -> Weights:
+    """The exact identity sum_j (w_j - p_j) v_j = sum_j p_j expm1(e_j) (v_j - o) / sum_k p_k exp(e_k), maximised over |e| <= E.
+
+    A sink is a key like the others, with a value of zero and an error of its own.
+    """
+    if E_sink is None:
+        return _weights(r.p, r.lp, r.dead, E)
+    p, lp = np.concatenate([r.p, r.p_sink], -1), np.concatenate([r.lp, r.lp_sink], -1)
+    w = _weights(p, lp, r.dead, np.concatenate([E, E_sink], -1))
+    return Weights(w.up[..., :-1], w.off[..., :-1], w.log_norm, w.off[..., -1:])
+
+
+def _weights(p: Array, lp: Array, dead: Bools, E: Array) -> Weights:
     if E.max(initial=0.0) < SAFE:
-        up, off = inflate(r.p, r.lp, E)
-        low = (r.p / (1.0 + np.expm1(E))).sum(-1, keepdims=True)
-        low = np.where(r.dead, 1.0, low)
-        high = np.where(r.dead, 1.0, up.sum(-1, keepdims=True))
+        up, off = inflate(p, lp, E)
+        low = (p / (1.0 + np.expm1(E))).sum(-1, keepdims=True)
+        low = np.where(dead, 1.0, low)
+        high = np.where(dead, 1.0, up.sum(-1, keepdims=True))
         return Weights(up / low, off / low, np.maximum(np.log(high), -np.log(low)))
-    log_low, log_high = log_sum(r.lp - E), log_sum(r.lp + E)
-    up = np.exp(np.minimum(r.lp + E - log_low, 70.0))
+    log_low, log_high = log_sum(lp - E), log_sum(lp + E)
+    up = np.exp(np.minimum(lp + E - log_low, 70.0))
     return Weights(up, up * -np.expm1(-E), np.maximum(log_high, -log_low))
 
 
@@ -92,12 +104,13 @@ def forward_limits(r: Reference, c: Contract, *, centred: bool = True) -> Forwar
     """Limits of o and lse; `centred` uses that score errors cannot move o where v is constant."""
     scaled = scaled_scores(r, c)
     scores = final_scores(r, c, scaled)
-    T = np.ceil(r.n / c.kv_tile)
-    w = weights(r, log_weight_errors(r, c, scores, T))
-    normaliser = summed(c, r.n) + T * c.u + (c.p_u if c.l_from_rounded_p else 0.0)
+    one = 0 if r.sinks is None else 1  # a sink is a term and a tile more
+    T = np.ceil(r.n / c.kv_tile) + one
+    w = weights(r, log_weight_errors(r, c, scores, T), None if r.sinks is None else sink_error(r, c, T))
+    normaliser = summed(c, r.n + one) + T * c.u + (c.p_u if c.l_from_rounded_p else 0.0)
     normaliser = normaliser / np.maximum(1.0 - normaliser, 1e-3)
     return Forward(
-        np.where(r.dead, 0.0, output_limit(r, c, w, T, normaliser, centred)),
+        np.where(r.n == 0, 0.0, output_limit(r, c, w, T, normaliser, centred)),
         np.where(r.dead, 0.0, lse_limit(r, c, w, normaliser)),
         scores, scaled, T, overflowing_rows(r, c),
     )  # fmt: skip
@@ -123,7 +136,18 @@ def final_scores(r: Reference, c: Contract, scaled: Array) -> Array:
         error = np.minimum(moved, scaled) + (c.tanh_u + 3 * c.u + c.s_u + c.constant_u) * exact
     if r.bias is not None:
         error = error + (2 * c.u + c.s_u) * np.abs(r.s) + 2 * c.u * np.abs(r.s0)
+    if r.alibi is not None:
+        error = error + alibi_error(r, c)
     return error
+
+
+def alibi_error(r: Reference, c: Contract) -> Array:
+    """Error that adding -slope * distance makes: slope over scale, product, conversion of base, and the sums.
+
+    Distances are exact integers. Added before a bias or after it, the partial sum is at most |s| + |alibi| + |s0|.
+    """
+    size = np.abs(cast(Array, r.alibi))
+    return cast(Array, (6 * c.u + c.s_u + c.constant_u) * size + (2 * c.u + c.s_u) * np.abs(r.s) + 2 * c.u * np.abs(r.s0))
 
 
 def softcap_range(r: Reference, scaled: Array) -> tuple[Array, Array]:
@@ -147,31 +171,47 @@ def log_weight_errors(r: Reference, c: Contract, scores: Array, T: Array) -> Arr
     return cast(Array, np.minimum(E, UNKNOWN))
 
 
+def sink_error(r: Reference, c: Contract, T: Array) -> Array:
+    """E of the sink, (B, Hkv, R, 1): it is compared with a maximum that knows it or not, or with the lse of the keys."""
+    sink = np.where(np.isneginf(cast(Array, r.sinks)), 0.0, r.sinks)
+    size, keys, lse = np.abs(sink), np.abs(r.keys_m), np.abs(r.keys_lse)
+    rounding = 2 * c.u * size + 2 * c.u * np.maximum(np.maximum(size, keys), np.abs(r.m)) + 3 * c.u * np.abs(sink - r.keys_m)
+    through_lse = c.log_abs + (5 * c.u + c.lse_u) * lse
+    constants = c.constant_u * (size + np.abs(r.m) + lse)
+    E = rounding + through_lse + constants + c.s_u * size + ((1 + T) * c.exp_u + 5 * c.u * c.rescale_slack)
+    return cast(Array, np.minimum(E, UNKNOWN))
+
+
 def output_limit(r: Reference, c: Contract, w: Weights, T: Array, normaliser: float | Array, centred: bool) -> Array:
     """Score errors through the softmax, the cast of P and its sum, the normaliser, the output's own rounding."""
     off, up = w.off, np.minimum(w.up, 1.0)
     once_more = 0.0
     if r.z is not None:
         off, up, once_more = off * r.z, up * r.z, 2 * c.u + c.constant_u
-    moved = score_effect(r, off, w.off.sum(-1, keepdims=True), centred)
-    if r.bias is not None and r.m.min(initial=0.0) <= -lowest_lse(c):  # in base 2 every score of the row may be -inf
+    moved = score_effect(r, off, w.off.sum(-1, keepdims=True), centred, w.off_sink)
+    if (r.bias is not None or r.alibi is not None) and r.m.min(initial=0.0) <= -lowest_lse(c):  # in base 2 every score of the row may be -inf
         moved = np.where(r.m <= -lowest_lse(c), largest_v(r) + r.ao, moved)
     cast_and_sum = comb(c.p_u, c.dot_u, summed(c, r.n) + T * c.u, once_more)
     term = moved + (up @ r.av) * cast_and_sum + small_terms(r, max(c.p_eta, c.ftz), c.ftz) + r.n * c.ftz
-    before = term + (r.ao + term) * comb(normaliser, 3 * c.u + c.constant_u)
+    before = term + (r.ao + term) * comb(normaliser, (3 if r.sinks is None else 5) * c.u + c.constant_u)
     return cast(Array, before + c.out_u * (r.ao + before) + c.out_eta)
 
 
-def score_effect(r: Reference, off: Array, mass: Array, centred: bool) -> Array:
-    """Bound on sum_j off_j |v_j - o|: the least of the triangle, Cauchy-Schwarz about the mean of v, and v's range."""
+def score_effect(r: Reference, off: Array, mass: Array, centred: bool, sink: Array | float = 0.0) -> Array:
+    """Bound on sum_j off_j |v_j - o|: the least of the triangle, Cauchy-Schwarz about the mean of v, and v's range.
+
+    The sink's v is zero, so it adds sink * |o|.
+    """
+    mass = mass + sink
     triangle = off @ r.av + r.ao * mass
     bound = np.minimum(triangle, largest_v(r) + r.ao)
     if r.z is not None or not centred or not r.Lk:
         return cast(Array, bound)
     mean = r.v.mean(-2, keepdims=True)
     v, o = r.v - mean, r.o - mean
-    square, around = off @ (v * v), o * o * mass
+    square, around = off @ (v * v), o * o * (mass - sink)
     spread = np.maximum(square - 2 * o * (off @ v) + around, 0.0) + 64 * 2.0**-53 * (square + around)
+    spread = spread + sink * r.o * r.o
     return cast(Array, np.minimum(bound, np.sqrt(mass * spread)))
 
 
@@ -191,6 +231,9 @@ def lse_limit(r: Reference, c: Contract, w: Weights, normaliser: float | Array) 
     """Error of the log of the normaliser, and of m + log(l) in the base of the exponential."""
     m = np.abs(r.m)
     rounding = c.u * (2 * m + 3 * r.alse) + c.constant_u * (m + r.alse)
+    if r.sinks is not None:  # the lse of the keys may be rounded before the sink is added to it
+        keys = np.abs(r.keys_lse)
+        rounding = rounding + (1.0 - r.p_sink) * (c.log_abs + (5 * c.u + c.lse_u + c.constant_u) * keys)
     return cast(Array, w.log_norm + normaliser + rounding + c.log_abs + c.lse_u * r.alse)
 
 

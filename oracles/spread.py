@@ -107,6 +107,8 @@ def _forward(r: Reference, c: Contract, units: _Units) -> _Forward:
     if c.l_from_rounded_p:
         o = o + NU * c.p_u**2 * p2.sum(-1, keepdims=True) * o2
     o = o + NU * c.out_u**2 * o2 + c.out_eta**2 / 3 + units.rz * o2
+    if r.sinks is not None:
+        o = o + r.p_sink**2 * _sink(r, c, units, T) * o2 + NU * 4 * units.low * o2
     lse = _lse(r, c, units, scores, log_weights, p2, row_ties)
     return _Forward(scores, log_weights, lse, o, row_ties, key_ties, wild)
 
@@ -127,7 +129,16 @@ def _scores(r: Reference, c: Contract, units: _Units) -> Array:
         v = v * r.g**2 + NU * (c.tanh_u**2 + 3 * units.low + c.s_u**2) * r.s0**2
     if r.bias is not None:
         v = v + NU * (2 * units.low + c.s_u**2) * r.s**2
+    if r.alibi is not None:
+        v = v + NU * ((2 * units.low + c.s_u**2) * r.s**2 + (4 * units.low + c.s_u**2) * r.alibi**2)
     return cast(Array, v)
+
+
+def _sink(r: Reference, c: Contract, units: _Units, T: Array) -> Array:
+    """Variance of the log of the sink's weight."""
+    sink = np.where(r.p_sink > 0, r.sinks, 0.0)
+    v = NU * units.low * (4 * sink**2 + 2 * r.m**2 + 5 * r.keys_lse**2) + units.exp * (2 + T) + c.log_abs**2 / 12
+    return cast(Array, v + NU * (c.s_u**2 * sink**2 + c.lse_u**2 * r.keys_lse**2) + c.constant_u**2 / 3 * (r.m - sink) ** 2)
 
 
 def _constants(r: Reference, c: Contract) -> Array | float:
@@ -161,6 +172,9 @@ def _lse(r: Reference, c: Contract, units: _Units, scores: Array, log_weights: A
     if c.acc_k > 1:  # a truncating accumulator shrinks every score of the row
         shrink = 0.1 * c.acc_k * r.D / 16 * 2 * c.acc_u * abs(r.scale)
         v = v + (shrink * (slope * r.qk).sum(-1, keepdims=True)) ** 2
+    if r.sinks is not None:
+        keys = 1.0 - r.p_sink  # what an error of the keys' own lse moves
+        v = v + r.p_sink**2 * _sink(r, c, units, np.ones_like(r.m)) + keys**2 * (c.log_abs**2 / 12 + NU * units.low * 3 * r.keys_lse**2)
     return cast(Array, v)
 
 
@@ -184,7 +198,19 @@ def _backward(r: Reference, c: Contract, units: _Units, f: _Forward) -> dict[str
         out["dbias"] = total + NU * (c.out_u**2 + 4 * units.low) * r.arrays["dbias"] ** 2 + c.out_eta**2 / 3
         if f.wild.any():
             out["dbias"] = np.where(r.over_bias(f.wild * r.kf) > 0, np.inf, out["dbias"])
+    if r.sinks is not None:
+        out["dsinks"] = _dsinks(r, c, units, f, delta)
     return out
+
+
+def _dsinks(r: Reference, c: Contract, units: _Units, f: _Forward, delta: Array) -> Array:
+    """Variance of dsinks: the sink's weight, delta, the sum over rows and the output's rounding."""
+    term = r.p_sink * r.t_sink
+    parts = r.delta**2 + (0.0 if r.dlse is None else r.dlse**2)
+    rows = r.p_sink**2 * ((_sink(r, c, units, np.ones_like(r.m)) + f.lse + 6 * NU * units.low) * parts + delta)
+    rows = rows + NU * (c.dbias_u**2 + units.acc * r.B * r.Lq / 2) * term**2 + c.dbias_eta**2 / 3
+    total = r.over_sinks(_hide(np.broadcast_to(f.wild, rows.shape), rows)) + c.out_eta**2 / 3
+    return cast(Array, total + NU * (units.acc * r.B * r.Lq / 3 + c.out_u**2) * r.arrays["dsinks"] ** 2)
 
 
 def _row_errors(r: Reference, delta: Array) -> Array:

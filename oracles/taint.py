@@ -87,6 +87,8 @@ def _gradient_cones(problem: Problem, at: Rows, wrong: dict[str, Bools], softmax
         full = at.full(np.broadcast_to(row, (*row.shape[:3], at.Lk)))
         axes = tuple(i for i, n in enumerate(problem.bias.shape) if n == 1)
         cones["dbias"] = cast(Bools, full.any(axes, keepdims=True)) if axes else full
+    if problem.sinks is not None:
+        cones["dsinks"] = cast(Bools, at.heads(np.broadcast_to(row, (at.B, at.Hkv, at.R, 1))).any((0, 2, 3)))
     return cones
 
 

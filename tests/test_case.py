@@ -79,6 +79,9 @@ MALFORMED = {
     "layout_do": ["bhld"],
     "layout_mask": ["bhld"],
     "sequence": ["twice", None],
+    "alibi": ["steep", None, 1],
+    "sinks": ["inf", None, 0],
+    "mode": ["eager", None],
 }
 
 

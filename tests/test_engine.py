@@ -372,7 +372,7 @@ def test_a_declared_kind_that_no_accepted_case_had_makes_a_gate_blind() -> None:
     region = Region(dtypes=("float32",), masks=("none", "window"))
     names = ["float32", "mask none", "mask window", "several query heads per key head", "Lq other than Lk", "Dv other than D", "backward",
              "bias", "gradient of the bias", "scale", "scale of 0 or below", "softcap",
-             "dropout", "gradient through lse", "layouts", "length 0"]  # fmt: skip
+             "dropout", "gradient through lse", "layouts", "length 0", "ALiBi", "sinks", "gradient of the sinks"]  # fmt: skip
     by_kind = {name: Count(accepted=5) for name in names}
     assert blind_because(replace(WIDE, declared=region, by_kind=by_kind), "gate") == []
     by_kind["mask window"] = Count(refused=3)

@@ -25,20 +25,31 @@ def autograd(p: Problem) -> dict[str, Tensor]:
     s = p.scale * (q @ k.repeat_interleave(groups, 1).mT)
     s = p.softcap * torch.tanh(s / p.softcap) if p.softcap else s
     s = s if bias is None else s + bias
+    s = s if p.alibi is None else s - torch.atleast_2d(p.alibi.double())[..., None, None] * apart(p)
     keep = torch.ones_like(s, dtype=torch.bool) if p.keep is None else p.keep.expand_as(s)
     s = s.masked_fill(~keep, -math.inf)
+    sinks = None if p.sinks is None else p.sinks.double().requires_grad_()
+    s = s if sinks is None else torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     dead = (s == -math.inf).all(-1, keepdim=True)
     lse = torch.logsumexp(s.masked_fill(dead, 0.0), -1, keepdim=True)
     weights = torch.exp(s.masked_fill(dead, -math.inf) - lse)
+    weights = weights[..., : p.k.shape[2]]
     dropped = weights if p.dropout is None else weights * p.dropout
     o = dropped @ v.repeat_interleave(groups, 1)
     assert p.do is not None
     loss = (o * p.do.double()).sum()
     if p.dlse is not None:
         loss = loss + (lse.squeeze(-1) * p.dlse.double()).masked_fill(dead.squeeze(-1), 0.0).sum()
-    leaves = [q, k, v] + ([] if bias is None else [bias])
-    gradients = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(loss, leaves), strict=False))
+    leaves = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsinks": sinks}
+    leaves = {n: x for n, x in leaves.items() if x is not None}
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     return {"o": o.detach(), "lse": lse.detach().squeeze(-1).masked_fill(dead.squeeze(-1), -math.inf)} | gradients
+
+
+def apart(p: Problem) -> Tensor:
+    """(Lq, Lk): |i + Lk - Lq - j|, element by element."""
+    Lq, Lk = p.q.shape[2], p.k.shape[2]
+    return torch.tensor([[abs(i + Lk - Lq - j) for j in range(Lk)] for i in range(Lq)]).view(Lq, Lk)
 
 
 def assert_agrees(p: Problem) -> None:
@@ -78,7 +89,7 @@ def test_reference_equals_autograd_with_dropout_lse_gradient_and_broadcast_bias(
         seen |= set(drawn.extras)
         if "large_rows" not in drawn.extras:
             assert_agrees(drawn.problem)
-    assert {"dlse", "dropout", "broadcast_bias", "fill_min", "scale", "softcap"} <= seen
+    assert {"dlse", "dropout", "broadcast_bias", "fill_min", "scale", "softcap", "alibi", "sinks"} <= seen
 
 
 def small(**changes: object) -> Problem:
@@ -96,7 +107,11 @@ FIFTY_DIGITS = {
     "lse gradient": {"dlse": torch.tensor([[[0.5, -1.0], [2.0, 0.1]]])},
     "mask": {"keep": torch.tensor([[[[True, False, True], [False, True, False]]]])},
     "dropout": {"dropout": torch.tensor([1.0, 0.0, 1.0] * 4).view(1, 2, 2, 3).double() * 2},
+    "alibi": {"alibi": torch.tensor([0.7, -0.3])},
+    "sinks": {"sinks": torch.tensor([0.4, -1.5]), "dlse": torch.tensor([[[0.5, -1.0], [2.0, 0.1]]])},
     "everything": {
+        "alibi": torch.tensor([[0.25, 1.3]]),
+        "sinks": torch.tensor([-0.6, 2.0]),
         "softcap": 1.5,
         "scale": -3.0,
         "bias": torch.tensor([[[[0.3, -2.0, 1.0]]]]),
@@ -116,7 +131,7 @@ class Digits:
 
     def inputs(self) -> dict[str, Tensor]:
         return {
-            n: t for n, t in (("q", self.p.q), ("k", self.p.k), ("v", self.p.v), ("bias", self.p.bias)) if t is not None
+            n: t for n, t in ((n, getattr(self.p, n)) for n in ("q", "k", "v", "bias", "sinks")) if t is not None
         }
 
     def at(self, name: str, *index: int) -> mpmath.mpf:
@@ -130,13 +145,15 @@ class Digits:
         kv = h * self.Hkv // self.Hq
         s = mpmath.mpf(self.p.scale) * sum(self.at("q", 0, h, i, d) * self.at("k", 0, kv, j, d) for d in range(self.D))
         s = self.p.softcap * mpmath.tanh(s / self.p.softcap) if self.p.softcap else s
+        if self.p.alibi is not None:
+            s -= mpmath.mpf(float(torch.atleast_2d(self.p.alibi)[0, h])) * abs(i + self.Lk - self.Lq - j)
         return s if self.p.bias is None else s + self.at("bias", 0, h, i, j)
 
     def row(self, h: int, i: int) -> tuple[list[mpmath.mpf], mpmath.mpf]:
         """o and lse of a row."""
         keep = [self.p.keep is None or bool(self.p.keep[0, 0, i, j]) for j in range(self.Lk)]
         weights = [mpmath.exp(self.score(h, i, j)) if keep[j] else mpmath.mpf(0) for j in range(self.Lk)]
-        total = sum(weights)
+        total = sum(weights) + (0 if self.p.sinks is None else mpmath.exp(self.at("sinks", h)))
         kept = [w if self.p.dropout is None else w * float(self.p.dropout[0, h, i, j]) for j, w in enumerate(weights)]
         kv = h * self.Hkv // self.Hq
         o = [sum(w * self.at("v", 0, kv, j, d) for j, w in enumerate(kept)) / total for d in range(self.Dv)]

@@ -16,6 +16,7 @@ from flashproof.fuzz.definition import answers, attention
 from flashproof.fuzz.dialects import call, keywords, recognise
 from flashproof.fuzz.masks import (
     Causal,
+    Padding,
     Random,
 )
 from flashproof.fuzz.repro import script
@@ -307,5 +308,6 @@ def test_keywords_without_default_are_passed(place):
 
 def test_attention_gives_zeros_where_no_key_is_allowed():
     x = torch.ones(1, 1, 2, 2)
-    o, lse = attention(x, x, x, Case(Lq=2, Lk=2, D=2, Dv=2), torch.zeros(1, 1, 2, 2, dtype=torch.bool), None, None)
+    dead = build(Case(Lq=2, Lk=2, D=2, Dv=2, mask=Padding((0,))))
+    o, lse = attention(x, x, x, dead, None, None)
     assert not o.any() and bool((lse == -torch.inf).all())

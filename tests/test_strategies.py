@@ -8,7 +8,20 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 from flashproof.fuzz import ladders
-from flashproof.fuzz.case import BIAS, DATA, DTYPES, GRADS, LAYOUTS, MASK_FILLS, MASK_FORMS, SEQUENCES, Case
+from flashproof.fuzz.case import (
+    ALIBI,
+    BIAS,
+    DATA,
+    DTYPES,
+    GRADS,
+    LAYOUTS,
+    MASK_FILLS,
+    MASK_FORMS,
+    MODES,
+    SEQUENCES,
+    SINKS,
+    Case,
+)
 from flashproof.fuzz.masks import KINDS, And, Causal, Full, Not, Window
 from flashproof.fuzz.region import MASKS, Region, mask_kind
 from flashproof.fuzz.strategies import CHOICES, FEATURES, cases, decode, menu_of
@@ -101,8 +114,11 @@ AXES = {
     "mask fill": (lambda c: {c.mask_fill}, set(MASK_FILLS)),
     "axes of masks and biases": (lambda c: {c.mask_axes, *([c.bias_axes] if c.bias else [])}, subsets("bhqk")),
     "bias": (lambda c: {c.bias}, set(BIAS)),
-    "requires_grad of q, k, v": (lambda c: {c.requires_grad.rstrip("b")}, subsets("qkv")),
+    "requires_grad of q, k, v": (lambda c: {c.requires_grad.rstrip("bs")}, subsets("qkv")),
     "requires_grad of the bias": (lambda c: {"b" in c.requires_grad} if c.bias else set(), {True, False}),
+    "ALiBi": (lambda c: {c.alibi}, set(ALIBI)),
+    "sinks": (lambda c: {c.sinks}, set(SINKS)),
+    "requires_grad of the sinks": (lambda c: {"s" in c.requires_grad} if c.sinks else set(), {True, False}),
     "size of requires_grad": (lambda c: {len(c.requires_grad)}, {0, 1, 2, 3, 4}),
     "gradient through lse": (lambda c: {c.lse_grad}, {True, False}),
     "scale": (lambda c: {scale_kind(c)}, {"none", "zero", "negative", "tiny", "large", "usual"}),
@@ -142,7 +158,7 @@ def test_every_kind_of_every_axis_is_drawn_within_300_examples(axis, run):
 
 
 def test_every_field_of_a_case_varies():
-    for name in Case.__dataclass_fields__:
+    for name in set(Case.__dataclass_fields__) - {"mode"}:  # on in a region that names modes
         assert len({getattr(case, name) for case in default(0)}) > 1, name
 
 
@@ -196,8 +212,15 @@ def test_nothing_is_rejected():
     assert len(default(0)) == EXAMPLES
 
 
+def test_a_mode_is_drawn_rarely_and_only_where_the_region_names_it():
+    some = decoded(0, 2000, Region(modes=MODES[1:]))
+    assert {c.mode for c in some} == set(MODES)
+    assert 0.01 < sum(c.mode != "" for c in some) / len(some) < 0.06
+    assert not any(c.mode for c in decoded(0, 2000))
+
+
 def test_most_features_are_off_in_most_cases():
-    names = ("scale", "softcap", "dropout", "bias", "lse_grad", "sequence", "grad")
+    names = ("scale", "softcap", "dropout", "bias", "lse_grad", "sequence", "grad", "alibi", "sinks")
     for name in names:
         share = (
             sum(getattr(case, name) != getattr(Case(), name) for run in SEEDS for case in default(run))
@@ -272,6 +295,7 @@ REGIONS = st.builds(
     min_len=st.sampled_from([0, 1, 7, 128]),
     max_len=st.sampled_from([128, 200, 1 << 30]),
     masks=st.sets(st.sampled_from(MASKS), min_size=1).map(lambda chosen: tuple(m for m in MASKS if m in chosen)),
+    modes=st.sampled_from([(), ("autocast",), MODES[1:]]),
     **{field.name: st.booleans() for field in fields(Region) if field.type == "bool"},
 )
 
@@ -304,7 +328,7 @@ def off(feature):
         "scale": lambda c: c.scale is None and c.sequence != "scale",
         "dv": lambda c: c.D == c.Dv,
         "grad": lambda c: c.grad == "normal",
-        "requires_grad": lambda c: c.requires_grad in ("qkv", "qkvb"),
+        "requires_grad": lambda c: c.requires_grad in ("qkv", "qkvb", "qkvs", "qkvbs"),
         "lse_grad": lambda c: not c.lse_grad,
         "softcap": lambda c: c.softcap == 0,
         "bias": lambda c: c.bias == "",
@@ -314,6 +338,9 @@ def off(feature):
         "lq": lambda c: c.Lq == c.Lk,
         "empty": lambda c: min(c.B, c.Lq, c.Lk) > 0,
         "backward": lambda c: c.requires_grad == "" and c.grad == "normal" and not c.lse_grad,
+        "alibi": lambda c: not c.alibi,
+        "sinks": lambda c: not c.sinks,
+        "mode": lambda c: not c.mode,
     }[feature]
 
 
@@ -364,8 +391,8 @@ def test_dtypes_and_masks_are_those_asked_for():
         ({"masks": ["diagonal"]}, "masks must be among none, causal_top_left"),
         ({"masks": []}, "must have a dtype and a mask to draw"),
         ({"masks": ["bool"], "without": ["mask"]}, "masks must include 'none'"),
-        ({"features": ["alibi"]}, "features must be among sequence, dropout"),
-        ({"without": ["alibi"]}, "without must be among"),
+        ({"features": ["rope"]}, "features must be among sequence, dropout"),
+        ({"without": ["rope"]}, "without must be among"),
         ({"max_len": 0}, "max_len must be at least 1, got max_len=0"),
         ({"max_len": 16, "region": Region(min_len=32)}, "max_len must be at least 32"),
         ({"region": Region(head_dims=(512,))}, "head_dims must have an entry up to 256"),

@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "bias": "large", "scale": 0.5, "softcap": 3.0, "dropout": 0.5, "data": "heavy", "grad": "zero", "lse_grad": True,
     "requires_grad": "q", "layout_q": "blhd", "layout_k": "packed", "layout_v": "chunk", "layout_do": "expand",
     "layout_mask": "offset", "sequence": "scale", "seed": 9, "mask_fill": "-1e4", "mask_axes": "bh", "bias_axes": "q",
+    "alibi": "standard", "sinks": "normal", "mode": "autocast",
 }  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "mask_fill": {"mask_form": "additive"},
