@@ -364,11 +364,8 @@ class Not(Mask):
 
 
 KINDS: dict[str, type[Mask]] = {
-    c.kind: c
-    for c in (Full, Causal, Window, Padding, Document, Prefix, Strided, BlockSparse, Random, Packed, And, Or, Not)
-}
-
-
+    c.kind: c for c in (Full, Causal, Window, Padding, Document, Prefix, Strided, BlockSparse, Random, Packed, And, Or, Not)
+}  # fmt: skip
 MAX_DEPTH = 16
 """Masks inside masks that a JSON object may have."""
 
