@@ -34,7 +34,7 @@ def distances(slopes: Tensor, Lq: int, Lk: int) -> Tensor:
     return -torch.atleast_2d(slopes).double()[:, :, None, None] * apart
 
 
-def zero_of(inputs: Inputs, name: str, leaf: Tensor, turned: Callable[[Tensor], Tensor]) -> Tensor:
+def zero_of(inputs: Inputs, name: str, leaf: Tensor, turned: Callable[[Tensor, str], Tensor]) -> Tensor:
     """The gradient of an input where there are no pairs, which autograd may leave out: zeros.
 
     Only the sinks still have one there: lse is the sink in a row without keys, so dlse reaches it.
@@ -44,4 +44,4 @@ def zero_of(inputs: Inputs, name: str, leaf: Tensor, turned: Callable[[Tensor], 
         total = inputs.dlse.double().sum((0, 2))
         return torch.where(live, total, torch.zeros((), dtype=total.dtype, device=total.device)).to(leaf.dtype)
     zero = torch.zeros_like(leaf)
-    return zero if name in ("bias", "sinks") else turned(zero)
+    return zero if name in ("bias", "sinks") else turned(zero, name)

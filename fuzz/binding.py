@@ -25,6 +25,8 @@ class Dialect:
     hints: frozenset[str]  # so do all of these together, if no mark decides
     align: Align = "top_left"
     heads_inside: bool = False  # tensors are (B, L, H, D)
+    rows: bool = False  # tensors are (total, H, D)
+    decisive: bool = False  # its marks outweigh those of others
 
 
 SINKS = ("sinks", "sink", "s_aux", "learnable_sink")
@@ -62,6 +64,42 @@ DIALECTS: dict[str, Dialect] = {
         hints=frozenset({"window_size"}),
         align="bottom_right",
         heads_inside=True,
+    ),
+    "flash_attn_varlen": Dialect(
+        keywords={
+            "cu_q": ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"),
+            "cu_k": ("cu_seqlens_k", "cu_seqlens_kv", "cu_seq_k"),
+            "max_q": ("max_seqlen_q", "max_seqlen", "max_q"),
+            "max_k": ("max_seqlen_k", "max_seqlen_kv", "max_k"),
+            "dropout": ("dropout_p", "dropout"),
+            "scale": ("softmax_scale", "scale", "sm_scale"),
+            "causal": ("causal", "is_causal"),
+            "gqa": ("enable_gqa",),
+            **SHARED,
+            "lse": ("return_lse", "return_attn_probs", "return_softmax_lse", "return_aux"),
+        },
+        standard=(
+            *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+            *("dropout_p", "softmax_scale", "causal", "window_size", "softcap"),
+        ),
+        marks=frozenset({"cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens", "cu_seq_q", "cu_seq_k"}),
+        hints=frozenset({"cu_seqlens_q"}),
+        align="bottom_right",
+        rows=True,
+        decisive=True,
+    ),
+    "flex": Dialect(
+        keywords={
+            "score": ("score_mod",),
+            "mask": ("block_mask",),
+            "scale": ("scale",),
+            "gqa": ("enable_gqa",),
+            "lse": ("return_aux", "return_lse"),
+        },
+        standard=("score_mod", "block_mask", "scale", "enable_gqa", "return_lse"),
+        marks=frozenset({"score_mod", "block_mask"}),
+        hints=frozenset({"score_mod"}),
+        decisive=True,
     ),
     "native": Dialect(
         keywords={
@@ -128,8 +166,9 @@ def _named(sig: inspect.Signature) -> dict[str, inspect.Parameter]:
 def _decide(params: dict[str, inspect.Parameter], sig: inspect.Signature) -> str:
     """The one dialect whose marks the parameters carry, else the one whose hints they carry."""
     marked = [d for d, row in DIALECTS.items() if row.marks & set(params)]
+    marked = [d for d in marked if DIALECTS[d].decisive] or marked
     tensor_mask = "mask" in params and params["mask"].kind is not inspect.Parameter.KEYWORD_ONLY
-    if not tensor_mask and {"mask", "bias"} & set(params):
+    if not tensor_mask and {"mask", "bias"} & set(params) and not any(DIALECTS[d].decisive for d in marked):
         marked.append("native")
     found = marked or [d for d, row in DIALECTS.items() if row.hints <= set(params)]
     if len(found) == 1 and (marked or not tensor_mask):
@@ -138,6 +177,8 @@ def _decide(params: dict[str, inspect.Parameter], sig: inspect.Signature) -> str
     meanings = {
         "sdpa": "sdpa (B, H, L, D), tensor masks",
         "flash_attn": "flash_attn (B, L, H, D)",
+        "flash_attn_varlen": "flash_attn_varlen (total, H, D), cu_seqlens",
+        "flex": "flex (B, H, L, D), score_mod and block_mask",
         "native": "native (B, H, L, D), Mask objects",
     }
     raise ValueError(
@@ -162,26 +203,28 @@ def expressible(binding: Binding, region: Region | None = None) -> Region:
     """The region narrowed to what the binding can say, so that few drawn cases are inexpressible."""
     region = region or Region()
     has = {k: bool(binding.name(k)) for k in DIALECTS[binding.dialect].keywords}
-    native = binding.dialect == "native"
-    align, causal, dense = DIALECTS[binding.dialect].align, has.get("causal", False), has["mask"]
+    native, flex, rows = (binding.dialect == d for d in ("native", "flex", "flash_attn_varlen"))
+    align, causal, dense = DIALECTS[binding.dialect].align, has.get("causal", False), has.get("mask", False)
+    bias = has["bias"] if native else has["score"] if flex else dense
     flags = {
         "none": True,
         "causal_top_left": dense or (causal and align == "top_left"),
         "causal_bottom_right": dense or (causal and align == "bottom_right"),
         "window": dense or has.get("window", False),
         "bool": dense,
-        "additive": dense and (not native or has["bias"]),
+        "packed": dense or rows,
+        "additive": dense and bias,
     }
-    bias = has["bias"] if native else dense
     return replace(
         region,
         masks=tuple(m for m in region.masks if flags[m]),
-        gqa=region.gqa and has.get("gqa", True),
+        gqa=region.gqa and (has.get("gqa", True) or rows),
+        lq_differs=region.lq_differs and has.get("cu_k", True),
         bias=region.bias and bias,
         bias_grad=region.bias_grad and bias,
         scale=region.scale and has["scale"],
-        softcap=region.softcap and has["softcap"],
-        dropout=region.dropout and has["dropout"],
+        softcap=region.softcap and has.get("softcap", bias and flex),
+        dropout=region.dropout and has.get("dropout", False),
         lse=region.lse and has["lse"],
         lse_grad=region.lse_grad and has["lse"],
         alibi=region.alibi and has["alibi"],

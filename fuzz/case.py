@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from .masks import Causal, Full, Mask, mask_from_json
+from .masks import Causal, Full, Mask, Packed, mask_from_json
 
 SCHEMA = 1
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -88,9 +88,19 @@ class Case:
             value = getattr(self, name)
             if not ok(self, value):
                 raise ValueError(f"case field {name} must {rule}, got {name}={value!r}")
+        self._check_packed()
         for name in ("scale", "softcap", "dropout"):  # equal cases have equal keys: no -0.0, and 30 is 30.0
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, float(value) + 0.0)
+
+    def _check_packed(self) -> None:
+        """ValueError where packed sequences do not fill the case."""
+        for m in self.mask.walk():
+            if isinstance(m, Packed):
+                want, got = (1, sum(m.lengths_q), sum(m.lengths_k)), (self.B, self.Lq, self.Lk)
+                said = [f"B={B}, Lq={Lq}, Lk={Lk}" for B, Lq, Lk in (want, got)]
+                if want != got:
+                    raise ValueError(f"case of packed sequences must have {said[0]} as they add up, got {said[1]}")
 
     def __repr__(self) -> str:
         """Python that makes the case: what differs from the default."""

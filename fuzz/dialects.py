@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..oracles.finding import Finding
 from ..oracles.invariants import form_of_gradient, form_of_lse, form_of_output
+from . import flex, varlen
 from .added import as_bias, zero_of
 from .binding import DIALECTS, Binding, expressible, recognise
 from .case import Case
-from .masks import Align, And, Causal, Full, Mask, Window
+from .masks import And, Causal, Full, Mask, Window
 from .tensors import Inputs
+from .varlen import Heads, Rows
 
 __all__ = [
     "DIALECTS",
@@ -55,16 +57,18 @@ def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
             raise Inexpressible("the target has no keyword for alibi (alibi_slopes), and no bias of its dtype says it exactly")
         inputs = told
     out = _mask(binding, inputs)
+    if DIALECTS[binding.dialect].rows:
+        out |= _rows(binding, inputs)
     for keyword, value, idle in _plain(binding, inputs):
         name = binding.name(keyword)
         if not idle and not name:
             raise Inexpressible(
-                f"the target has no keyword for {keyword} ({DIALECTS[binding.dialect].keywords[keyword][0]})"
+                f"the target has no keyword for {keyword} ({DIALECTS[binding.dialect].keywords.get(keyword, (keyword,))[0]})"
             )
         if name and (not idle or name in binding.required):
             out[name] = value
     if binding.returns_lse:
-        out[binding.name("lse")] = True
+        out[binding.name("lse")] = _asking_for_lse(binding)
     elif case.lse_grad:
         raise Inexpressible("the target returns no lse to take a gradient through")
     return {**{n: None for n in binding.required if n not in out}, **out}
@@ -76,12 +80,12 @@ def _plain(binding: Binding, inputs: Inputs) -> Iterator[tuple[str, Any, bool]]:
     yield "alibi", inputs.alibi, inputs.alibi is None
     yield "sinks", inputs.sinks, inputs.sinks is None
     yield "scale", case.resolved_scale if case.scale is None else case.scale, case.scale is None
-    if case.softcap or "softcap" in DIALECTS[binding.dialect].keywords:
+    if binding.dialect != "flex" and (case.softcap or "softcap" in DIALECTS[binding.dialect].keywords):
         yield "softcap", case.softcap, case.softcap == 0
     yield "dropout", case.dropout, case.dropout == 0
     if binding.dialect == "native" and binding.name("seed"):
         yield "seed", case.seed, case.dropout == 0
-    if binding.dialect == "sdpa":
+    if binding.dialect in ("sdpa", "flex") or binding.name("gqa"):
         yield "gqa", case.Hq != case.Hkv, case.Hq == case.Hkv
 
 
@@ -89,6 +93,8 @@ def _mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keywords that say which pairs are allowed and what is added to their scores."""
     if binding.dialect == "native":
         return _native_mask(binding, inputs)
+    if binding.dialect == "flex":
+        return _flex_mask(binding, inputs)
     flags = _flags(binding, inputs.case) if inputs.bias is None else None
     if flags is not None:
         idle = {n: False for n in (binding.name("causal"),) if n in binding.required}
@@ -109,11 +115,44 @@ def _native_mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     return out
 
 
+def _flex_mask(binding: Binding, inputs: Inputs) -> dict[str, Any]:
+    """block_mask and score_mod; both are made once, outside the guards of a call."""
+    case, out = inputs.case, inputs.held
+    if inputs.keep is not None and not binding.name("mask"):
+        raise Inexpressible("the target has no keyword for mask (block_mask)")
+    if (inputs.bias is not None or case.softcap) and not binding.name("score"):
+        raise Inexpressible("the target has no keyword for bias and softcap (score_mod)")
+    if inputs.keep is not None and 0 in (case.B, case.Lq, case.Lk):
+        raise Inexpressible("a block mask needs a batch and lengths of at least 1")
+    if inputs.keep is not None and "block_mask" not in out:
+        out["block_mask"] = flex.block_mask(case.mask, case.B, case.Hq, case.Lq, case.Lk, inputs.device)
+    score = flex.score_mod(inputs.bias, case.softcap)
+    return {
+        **({binding.name("mask"): out["block_mask"]} if inputs.keep is not None else {}),
+        **({binding.name("score"): score} if score is not None else {}),
+    }
+
+
+def _rows(binding: Binding, inputs: Inputs) -> dict[str, Any]:
+    """cu_seqlens and the greatest lengths."""
+    lengths_q, lengths_k = varlen.lengths(inputs.case)
+    given = varlen.arguments(inputs)
+    if not binding.name("cu_q") or (lengths_q != lengths_k and not binding.name("cu_k")):
+        raise Inexpressible("the target has no keyword for the lengths of the sequences (cu_seqlens_q, cu_seqlens_k)")
+    names = (binding.name(keyword) for keyword in ("cu_q", "cu_k", "max_q", "max_k"))
+    return {name: value for name, value in zip(names, given.values(), strict=True) if name}
+
+
+def _asking_for_lse(binding: Binding) -> Any:
+    """What the keyword for lse is given: True, or the request that torch's return_aux takes."""
+    return flex.aux_request(binding.dialect) if binding.name("lse") == "return_aux" else True
+
+
 def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     """causal and window keywords that say the whole mask, or None when they cannot."""
     if case.mask_form != "flags" or case.bias:
         return None
-    causal, window = _diagonals(case, DIALECTS[binding.dialect].align)
+    causal, window = _diagonals(binding, case)
     if causal is None:
         return None
     out: dict[str, Any] = {}
@@ -130,10 +169,11 @@ def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     return out
 
 
-def _diagonals(case: Case, align: Align) -> tuple[bool | None, Window | None]:
+def _diagonals(binding: Binding, case: Case) -> tuple[bool | None, Window | None]:
     """(causal, window) when the mask is a conjunction of at most one of each, aligned as asked; causal None otherwise."""
-    parts = [m for m in _conjuncts(case.mask) if m != Full()]
-    square = case.Lq == case.Lk
+    align, rows = DIALECTS[binding.dialect].align, DIALECTS[binding.dialect].rows
+    masks, square = varlen.inside(case) if rows else ((case.mask,), case.Lq == case.Lk)
+    parts = [m for mask in masks for m in _conjuncts(mask) if m != Full()]
     causal = [m for m in parts if isinstance(m, Causal) and (square or m.align == align)]
     window = [m for m in parts if isinstance(m, Window) and (square or m.align == align)]
     if len(causal) + len(window) < len(parts) or len(causal) > 1 or len(window) > 1:
@@ -171,39 +211,39 @@ def answer(binding: Binding, fn: Callable[..., Any], inputs: Inputs, *, backward
     with torch.set_grad_enabled(differentiate):
         returned = fn(leaves["q"], leaves["k"], leaves["v"], **kwargs)
     result = Answer()
-    heads = _Heads(DIALECTS[binding.dialect].heads_inside)
+    form = _form(binding, case)
     o, lse = _unpack(binding, returned, result.findings)
-    result.findings += form_of_output(o, heads(inputs.do), inputs) + form_of_lse(lse, inputs)
+    result.findings += form_of_output(o, form.given(inputs, "do"), inputs, leaves)
+    result.findings += form_of_lse(lse, inputs, form.lse_shape())
     if result.findings:
         return result
     if o is not None:
-        result.outputs["o"] = heads(o.detach())
+        result.outputs["o"] = form.back(o.detach(), "o")
     if lse is not None:
-        result.outputs["lse"] = lse.detach()
+        result.outputs["lse"] = form.lse(lse.detach())
     if differentiate and o is not None:
-        _backward(result, leaves, heads, inputs, o, lse)
+        _backward(result, leaves, form, inputs, o, lse)
     return result
 
 
-class _Heads:
-    """Swaps heads and length where the dialect keeps heads inside; its own inverse."""
-
-    def __init__(self, inside: bool) -> None:
-        self.inside = inside
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2) if self.inside else x
+def _form(binding: Binding, case: Case) -> Heads | Rows:
+    """How the dialect's tensors and logical ones become each other."""
+    row = DIALECTS[binding.dialect]
+    return Rows(case) if row.rows else Heads(case, row.heads_inside)
 
 
 def _leaves(binding: Binding, inputs: Inputs, kwargs: dict[str, Any], wanted: str) -> dict[str, Tensor]:
     """q, k, v and the additive mask as leaves on their own storages, in the dialect's layout; replaces the mask in kwargs."""
-    heads = _Heads(DIALECTS[binding.dialect].heads_inside)
-    leaves = {n: heads(getattr(inputs, n)).detach().requires_grad_(n in wanted) for n in "qkv"}
+    form = _form(binding, inputs.case)
+    leaves = {n: form.given(inputs, n).detach().requires_grad_(n in wanted) for n in "qkv"}
     name = binding.name("bias") if binding.dialect == "native" else binding.name("mask")
     if "b" in wanted and inputs.case.bias and isinstance(kwargs.get(name), Tensor):
         leaves["bias"] = kwargs[name] = kwargs[name].detach().requires_grad_()
     if "s" in wanted and inputs.sinks is not None:
         leaves["sinks"] = kwargs[binding.name("sinks")] = inputs.sinks.detach().requires_grad_()
+    if "b" in wanted and inputs.bias is not None and inputs.case.bias and binding.dialect == "flex":
+        leaves["bias"] = inputs.bias.detach().requires_grad_()
+        kwargs[binding.name("score")] = flex.score_mod(leaves["bias"], inputs.case.softcap)
     return leaves
 
 
@@ -212,7 +252,7 @@ def _unpack(binding: Binding, returned: Any, findings: list[Finding]) -> tuple[T
     if not binding.returns_lse:
         pair, rule = (returned, None), "a Tensor"
     else:
-        pair, rule = returned, "(out, lse) as return_lse asks"
+        pair, rule = _pair(binding.name("lse"), returned), f"(out, lse) as {binding.name('lse')} asks"
     ok = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)
     if ok and (not binding.returns_lse or isinstance(pair[1], Tensor)):
         return pair
@@ -223,6 +263,17 @@ def _unpack(binding: Binding, returned: Any, findings: list[Finding]) -> tuple[T
     )
     findings.append(Finding("type", "o", f"the target must return {rule}, got {got}"))
     return None, None
+
+
+def _pair(keyword: str, returned: Any) -> Any:
+    """(o, lse) of what the keyword makes a target return: also (o, lse, probabilities), and lse inside torch's AuxOutput."""
+    if not isinstance(returned, tuple):
+        return returned
+    if keyword == "return_attn_probs" and len(returned) == 3:
+        return returned[:2]
+    if keyword == "return_aux" and len(returned) == 2:
+        return returned[0], getattr(returned[1], "lse", returned[1])
+    return returned
 
 
 class _Seed(torch.autograd.Function):
@@ -244,32 +295,32 @@ class _Seed(torch.autograd.Function):
 
 
 def _backward(
-    result: Answer, leaves: dict[str, Tensor], heads: _Heads, inputs: Inputs, o: Tensor, lse: Tensor | None
+    result: Answer, leaves: dict[str, Tensor], form: Heads | Rows, inputs: Inputs, o: Tensor, lse: Tensor | None
 ) -> None:
     """Add the gradients of the leaves that require one."""
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     empty = not inputs.case.B * inputs.case.Lq * inputs.case.Lk
     if o.grad_fn is None and empty:  # a loop over no keys touches no input; nothing depends on any
-        result.outputs |= {f"d{n}": zero_of(inputs, n, x, heads) for n, x in wanted.items()}
+        result.outputs |= {f"d{n}": zero_of(inputs, n, x, form.back) for n, x in wanted.items()}
         return
     if o.grad_fn is None:
         result.findings.append(
             Finding("grad", "o", "has no grad_fn, so nothing can be differentiated; declare forward_only if meant")
         )
         return
-    do = heads(inputs.do).to(o.dtype)  # another one than that of the inputs under autocast only
+    do = form.given(inputs, "do").to(o.dtype)  # another one than that of the inputs under autocast only
     ends, grads = [o], [do]
     if inputs.dlse is not None:
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
-        ends, grads = [o, lse], [do, inputs.dlse]
+        ends, grads = [o, lse], [do, form.dlse(inputs.dlse)]
     seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
         if grad is None and empty:
-            result.outputs[f"d{name}"] = zero_of(inputs, name, leaf, heads)
+            result.outputs[f"d{name}"] = zero_of(inputs, name, leaf, form.back)
             continue
         wrong = form_of_gradient(f"d{name}", grad, leaf)
         result.findings += wrong
         if grad is not None and not wrong:
-            result.outputs[f"d{name}"] = grad if name in ("bias", "sinks") else heads(grad)
+            result.outputs[f"d{name}"] = grad if name in ("bias", "sinks") else form.back(grad, name)

@@ -22,8 +22,9 @@ PATTERNS = {
     torch.float32: (torch.int32, 0x7FE57FE5),
     torch.float64: (torch.int64, 0x7FFE57FE57FE57FE),
     torch.bool: (torch.uint8, 0xA5),
+    torch.int32: (torch.int32, 0x7FE57FE5),
 }
-"""Poison per dtype: a quiet NaN whose bytes nobody writes by chance (for bool, a true that is not 1), as an integer."""
+"""Poison per dtype, as an integer: a quiet NaN whose bytes nobody writes by chance; a true that is not 1; a far index."""
 
 
 @dataclass(frozen=True)

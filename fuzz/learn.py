@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from .case import DTYPES, Case
-from .region import MASKS, Region, mask_kind
+from .region import MASKS, Region, has_empty_sequences, lengths, mask_kind
 
 ENOUGH = 12
 """Refusals, and no acceptance, that show a kind is not served: one served half of the time does this once in 4096."""
@@ -83,7 +83,8 @@ def kinds() -> tuple[Kind, ...]:
     """Every structural kind, the more general ones first where two explain the same refusals."""
     flags = (
         _flag("several query heads per key head", "gqa", lambda c: c.Hq != c.Hkv),
-        _flag("Lq other than Lk", "lq_differs", lambda c: c.Lq != c.Lk),
+        _flag("Lq other than Lk", "lq_differs", lambda c: any(q != k for q, k in lengths(c))),
+        _flag("packed sequences of length 0", "empty_sequences", has_empty_sequences, needs=("packed",)),
         _flag("Dv other than D", "dv_differs", lambda c: c.Dv != c.D),
         _flag("backward", "backward", lambda c: bool(c.requires_grad)),
         _flag("bias", "bias", lambda c: bool(c.bias)),

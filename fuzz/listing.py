@@ -72,7 +72,7 @@ def _dialects() -> list[tuple[str, ...]]:
     return [
         (
             name,
-            "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
+            "(total, H, D)" if d.rows else "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
             d.align.replace("_", " "),
             ", ".join(n[0] for n in d.keywords.values()),
         )

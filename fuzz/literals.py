@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .case import Case
 from .hashing import STREAMS, number
-from .masks import And, Causal, Document, Full, Mask, Not, Or, Padding, Prefix, Strided, Window
+from .masks import And, Causal, Document, Full, Mask, Not, Or, Packed, Padding, Prefix, Strided, Window
 
 LITERAL = 256
 """Elements that a script writes out one by one."""
@@ -208,7 +208,7 @@ def literal(name: str, x: Tensor, spread: str = "") -> list[str]:
     return textwrap.wrap(head + body + tail, WIDTH, subsequent_indent="    ", break_long_words=False)
 
 
-def formula(mask: Mask, case: Case) -> str:
+def formula(mask: Mask, case: Case) -> str:  # noqa: PLR0911 (a return for each kind)
     """A mask as an expression in the index tensors b (B,1,1,1), i (Lq,1) and j (Lk); empty where only numbers say it."""
     match mask:
         case And(first, second) | Or(first, second):
@@ -231,10 +231,25 @@ def formula(mask: Mask, case: Case) -> str:
             return "torch.bucketize(i, {0}, right=True) == torch.bucketize(j, {0}, right=True)".format(
                 f"torch.tensor({ends})"
             )
+        case Packed(lengths_q, lengths_k):
+            inside = "".join(_triangle(m) for m in mask.inside)
+            pairs = f"zip({list(lengths_q)}, {list(lengths_k)})"
+            return f"torch.block_diag(*[torch.ones(q, k){inside} for q, k in {pairs}]).bool()"
         case Prefix(length, align):
             return f"(j < {length}) | (j <= {_diagonal(align, case)})"
         case Strided(stride):
             return f"(i - j >= 0) & ((i - j < {stride}) | ((i - j) % {stride} == 0))"
+    return ""
+
+
+def _triangle(mask: Mask) -> str:
+    """What cuts a mask inside a packed sequence of q queries and k keys out of ones."""
+    match mask:
+        case Causal(align):
+            return ".tril(k - q)" if align == "bottom_right" else ".tril()"
+        case Window(left, right, align):
+            at = "k - q" if align == "bottom_right" else "0"
+            return f".tril({at} + {right})" * (right >= 0) + f".triu({at} - {left})" * (left >= 0)
     return ""
 
 

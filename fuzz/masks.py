@@ -9,40 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .grid import ALIGNMENTS, Align, Grid, place
 from .hashing import uniform_bits
 
-Align = Literal["top_left", "bottom_right"]
-ALIGNMENTS: tuple[Align, ...] = ("top_left", "bottom_right")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Index tensors b (B,1,1,1), h (1,H,1,1), i (1,1,Lq,1), j (1,1,1,Lk) and the two lengths."""
-
-    b: Tensor
-    h: Tensor
-    i: Tensor
-    j: Tensor
-    Lq: int
-    Lk: int
-
-    @classmethod
-    def of(cls, B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> Grid:
-        def axis(n: int, dim: int) -> Tensor:
-            shape = [1, 1, 1, 1]
-            shape[dim] = n
-            return torch.arange(n, device=device).view(shape)
-
-        return cls(axis(B, 0), axis(H, 1), axis(Lq, 2), axis(Lk, 3), Lq, Lk)
-
-    def diagonal(self, align: Align) -> int:
-        """The key index that query 0 is aligned with."""
-        return self.Lk - self.Lq if align == "bottom_right" else 0
+__all__ = [
+    "ALIGNMENTS", "KINDS", "MAX_DEPTH", "Align", "And", "BlockSparse", "Causal", "Document", "Full", "Grid", "Mask", "Not",
+    "Or", "Packed", "Padding", "Prefix", "Random", "Strided", "Window", "mask_from_json",
+]  # fmt: skip
 
 
 class Mask:
@@ -114,6 +92,11 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _check_sides(mask: Window | Packed) -> None:
+    for name, value in (("left", mask.left), ("right", mask.right)):
+        _check(name, value, _whole(value) and value >= -1, "be an integer >= -1")
+
+
 @dataclass(frozen=True)
 class Full(Mask):
     """Every key is allowed."""
@@ -152,9 +135,7 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         _check("align", self.align, self.align in ALIGNMENTS, f"be one of {', '.join(ALIGNMENTS)}")
-        for name in ("left", "right"):
-            value = getattr(self, name)
-            _check(name, value, _whole(value) and value >= -1, "be an integer >= -1")
+        _check_sides(self)
 
     def keep(self, at: Grid) -> Tensor:
         distance = at.j - at.i - at.diagonal(self.align)
@@ -200,6 +181,45 @@ class Document(Mask):
     def keep(self, at: Grid) -> Tensor:
         ends = torch.tensor(self.lengths, device=at.i.device).cumsum(0)
         return torch.bucketize(at.i, ends, right=True) == torch.bucketize(at.j, ends, right=True)
+
+
+@dataclass(frozen=True)
+class Packed(Mask):
+    """Sequences packed end to end: query and key lie in the same one; lengths may be 0 and add up to Lq and Lk.
+
+    `causal` and the window hold inside each sequence, aligned as `causal` says; a window alone is aligned bottom-right.
+    """
+
+    lengths_q: tuple[int, ...] = (1,)
+    lengths_k: tuple[int, ...] = (1,)
+    causal: str = ""
+    left: int = -1
+    right: int = -1
+    kind: ClassVar[str] = "packed"
+    axes: ClassVar[str] = "qk"
+
+    def __post_init__(self) -> None:
+        for name in ("lengths_q", "lengths_k"):
+            value = getattr(self, name)
+            _check(name, value, _lengths(value), "be a non-empty list of integers >= 0")
+        counts = len(self.lengths_q), len(self.lengths_k)
+        _check("lengths_k", self.lengths_k, counts[0] == counts[1], f"have as many entries as lengths_q ({counts[0]})")
+        _check("causal", self.causal, self.causal in ("", *ALIGNMENTS), f"be '' or one of {', '.join(ALIGNMENTS)}")
+        _check_sides(self)
+
+    @property
+    def inside(self) -> tuple[Mask, ...]:
+        """The masks that hold inside each sequence."""
+        align: Align = "top_left" if self.causal == "top_left" else "bottom_right"
+        causal = (Causal(align),) if self.causal else ()
+        return causal if self.left == self.right == -1 else (*causal, Window(self.left, self.right, align))
+
+    def keep(self, at: Grid) -> Tensor:
+        (sq, i, Lq), (sk, j, Lk) = place(at.i, self.lengths_q), place(at.j, self.lengths_k)
+        keep, own = (sq == sk) & (sq < len(self.lengths_q)), Grid(at.b, at.h, i, j, Lq, Lk)
+        for mask in self.inside:
+            keep = keep & mask.keep(own)
+        return keep
 
 
 @dataclass(frozen=True)
@@ -344,10 +364,8 @@ class Not(Mask):
 
 
 KINDS: dict[str, type[Mask]] = {
-    c.kind: c for c in (Full, Causal, Window, Padding, Document, Prefix, Strided, BlockSparse, Random, And, Or, Not)
-}
-
-
+    c.kind: c for c in (Full, Causal, Window, Padding, Document, Prefix, Strided, BlockSparse, Random, Packed, And, Or, Not)
+}  # fmt: skip
 MAX_DEPTH = 16
 """Masks inside masks that a JSON object may have."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .case import Case
-from .masks import Causal, Full
+from .masks import Causal, Full, Packed
 from .shrink import changed
 from .simpler import DEFAULT, FEATURES, GROUPS
 
@@ -36,7 +36,7 @@ def neighbours(case: Case, passes: Callable[[Case], bool]) -> tuple[Neighbour, .
 
 
 def _steps(case: Case) -> Iterator[tuple[str, Case]]:
-    for words, changes in (*_sizes(case), *_mask(case), *_features(case)):
+    for words, changes in (*_sizes(case), *_packed(case), *_mask(case), *_features(case)):
         other = changed(case, changes)
         if other is not None:
             yield words, other
@@ -54,6 +54,19 @@ def _sizes(case: Case) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"Hq = Hkv = {case.Hkv} passes, Hq = {case.Hq} fails", {"Hq": case.Hkv}
     if case.Hq > 1 and case.G == 1:
         yield f"Hq = Hkv = {case.Hq - 1} passes, {case.Hq} fails", {"Hq": case.Hq - 1, "Hkv": case.Hkv - 1}
+
+
+def _packed(case: Case) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    mask = case.mask
+    if not isinstance(mask, Packed):
+        return
+    for size, name in (("Lq", "lengths_q"), ("Lk", "lengths_k")):
+        lengths = getattr(mask, name)
+        for s, n in enumerate(lengths):
+            less = (*lengths[:s], n - 1 if n else 1, *lengths[s + 1 :])
+            if n != 1:
+                changes: dict[str, Any] = {name: less}
+                yield f"{name} = {less} passes, {lengths} fails", {size: sum(less), "mask": replace(mask, **changes)}
 
 
 def _mask(case: Case) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .case import Case
-from .masks import Causal, Full, Window
+from .masks import Causal, Full, Packed, Window
 
-MASKS = ("none", "causal_top_left", "causal_bottom_right", "window", "bool", "additive")
-"""Structural kinds of mask, by what the target is handed: `bool` and `additive` are dense tensors."""
+MASKS = ("none", "causal_top_left", "causal_bottom_right", "window", "packed", "bool", "additive")
+"""Structural kinds of mask, by what the target is handed: `bool` and `additive` are dense tensors, `packed` are cu_seqlens."""
 
 
 def mask_kind(case: Case) -> str:
@@ -19,7 +19,21 @@ def mask_kind(case: Case) -> str:
         return f"causal_{case.mask.align}"
     if case.mask_form == "flags" and isinstance(case.mask, Window):
         return "window"
+    if case.mask_form == "flags" and isinstance(case.mask, Packed):
+        return "packed"
     return "additive" if case.mask_form == "additive" else "bool"
+
+
+def lengths(case: Case) -> tuple[tuple[int, int], ...]:
+    """(Lq, Lk) of each packed sequence, else those of the case."""
+    if mask_kind(case) != "packed" or not isinstance(case.mask, Packed):
+        return ((case.Lq, case.Lk),)
+    return tuple(zip(case.mask.lengths_q, case.mask.lengths_k, strict=True))
+
+
+def has_empty_sequences(case: Case) -> bool:
+    """Whether a packed sequence has no queries or no keys."""
+    return mask_kind(case) == "packed" and any(0 in pair for pair in lengths(case))
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Region:
     gqa: bool = True
     lq_differs: bool = True
     masks: tuple[str, ...] = MASKS
+    empty_sequences: bool = True  # packed ones of length 0
     bias: bool = True
     bias_grad: bool = True
     scale: bool = True
@@ -49,6 +64,11 @@ class Region:
     sinks: bool = True
     sinks_grad: bool = True
     modes: tuple[str, ...] = ()  # ways of calling beyond the plain one: autocast, compile, opcheck
+
+    @property
+    def packed(self) -> bool:
+        """Whether packed sequences are served."""
+        return "packed" in self.masks
 
     def refuses(self, case: Case) -> str:
         """Why the case lies outside, in a few words; empty inside."""
@@ -66,10 +86,12 @@ def _limits(r: Region, c: Case) -> tuple[tuple[str, bool], ...]:
         (f"head dim {c.D}, {c.Dv}", bool(r.head_dims) and not set(dims) <= set(r.head_dims)),
         (f"head dim above {r.max_head_dim}", max(dims) > r.max_head_dim),
         (f"length below {r.min_len}", min(c.Lq, c.Lk) < r.min_len or (c.B == 0 and r.min_len > 0)),
+        (f"sequence below {r.min_len}", any(0 < n < r.min_len for pair in lengths(c) for n in pair)),
+        ("packed sequences of length 0", has_empty_sequences(c) and not r.empty_sequences),
         (f"length above {r.max_len}", max(c.Lq, c.Lk) > r.max_len),
         ("Dv different from D", c.Dv != c.D and not r.dv_differs),
         ("grouped heads", c.Hq != c.Hkv and not r.gqa),
-        ("Lq different from Lk", c.Lq != c.Lk and not r.lq_differs),
+        ("Lq different from Lk", any(q != k for q, k in lengths(c)) and not r.lq_differs),
         (f"mask {mask_kind(c)}", mask_kind(c) not in r.masks),
         ("bias", bool(c.bias) and not r.bias),
         ("gradient of the bias", "b" in c.requires_grad and not r.bias_grad),

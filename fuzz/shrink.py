@@ -14,7 +14,8 @@ from itertools import combinations
 from typing import Any
 
 from .case import SIZES, Case
-from .masks import BlockSparse, Mask, Random
+from .masks import BlockSparse, Mask, Packed, Random
+from .packing import simpler as simpler_packed
 from .simpler import (
     DEFAULT,
     FEATURES,
@@ -200,8 +201,8 @@ def plain_arguments(s: Shrinker) -> None:
 def _lower(s: Shrinker, names: list[str]) -> None:
     """Bring the named sizes to one common smaller value."""
 
-    def make(t: int) -> Case:
-        return s.best.but(**dict.fromkeys(names, t))
+    def make(t: int) -> Case | None:
+        return changed(s.best, dict.fromkeys(names, t))
 
     top = s.descend(make, max(getattr(s.best, n) for n in names))
     any(s.accepts(make(t), reseed=t == top - 1) for t in edges(top))
@@ -214,7 +215,7 @@ def reseed_edges(s: Shrinker) -> None:
     """
     for name in () if s.best.seed == 0 else ("Lq", "Lk", "D", "Dv"):
         for t in sorted((2**p + 1 for p in range(1, 10) if 2**p + 1 < getattr(s.best, name)), reverse=True):
-            if not any(s.accepts(s.best.but(**{name: t}, seed=n), reseed=False) for n in MANY_SEEDS):
+            if not any(s.accepts(changed(s.best, {name: t, "seed": n}), reseed=False) for n in MANY_SEEDS):
                 break
 
 
@@ -262,6 +263,12 @@ def changed_seed(mask: Random | BlockSparse, seed: int) -> Mask:
     """The mask with another seed."""
     values = {k: v for k, v in vars(mask).items() if k != "seed"}
     return type(mask)(**values, seed=seed)
+
+
+def lower_packed(s: Shrinker) -> None:
+    """Fewer and shorter packed sequences, or an ordinary batch in their place."""
+    if isinstance(s.best.mask, Packed):
+        _repeat(s, simpler_packed)
 
 
 def simplify_values(s: Shrinker) -> None:
@@ -338,7 +345,7 @@ def _steps(case: Case) -> list[Mapping[str, Any]]:
 
 
 CHEAP: tuple[Pass, ...] = (
-    leap, drop_features, lower_sizes, lower_heads, lower_together, simplify_mask, simplify_values, lower_seed,
+    leap, drop_features, lower_packed, lower_sizes, lower_heads, lower_together, simplify_mask, simplify_values, lower_seed,
 )  # fmt: skip
 WITHIN_BUCKET: tuple[Pass, ...] = (plain_arguments, lower_lengths, lower_seed)
 """Passes that compile nothing new: run first where a structure costs seconds to compile, so that the others begin small."""

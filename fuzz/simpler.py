@@ -25,7 +25,7 @@ from .case import (
     SIZES,
     Case,
 )
-from .masks import ALIGNMENTS, KINDS, And, Causal, Full, Mask, Not, Or, Padding, Window
+from .masks import ALIGNMENTS, KINDS, And, Causal, Full, Mask, Not, Or, Packed, Padding, Window
 
 DEFAULT = Case()
 LENGTHS = ("B", "Lq", "Lk")
@@ -73,9 +73,16 @@ def size(case: Case) -> tuple[Any, ...]:
 def feature_count(case: Case) -> int:
     """How many things a reader must take in besides sizes and seed."""
     changed: int = sum(getattr(case, n) != getattr(DEFAULT, n) for n in FEATURES)
-    masks: int = sum(not isinstance(m, Full) for m in case.mask.walk())
+    masks: int = sum(_told(m) for m in case.mask.walk())
     empty: int = sum(getattr(case, n) == 0 for n in LENGTHS)
     return changed + masks + empty + len(case.requires_grad) + (case.Hq != case.Hkv)
+
+
+def _told(mask: Mask) -> int:
+    """Things to take in about one mask: sequences without queries or keys and masks inside them are told apart."""
+    if isinstance(mask, Packed):
+        return 1 + len(mask.inside) + (0 in mask.lengths_q) + (0 in mask.lengths_k)
+    return not isinstance(mask, Full)
 
 
 def _extent(n: int) -> float:
@@ -128,6 +135,8 @@ def _parameters(mask: Mask) -> tuple[Any, ...]:
 def _parameter_rank(name: str, value: Any) -> tuple[int, ...]:
     if name == "align":
         return (ALIGNMENTS.index(value),)
+    if name == "causal":
+        return (("", *ALIGNMENTS).index(value),)
     if name == "axes":
         return _axes_rank(value, _SHARED_AXES)
     if name in ("percent", "dead_rows"):
@@ -169,6 +178,8 @@ def _with(mask: Mask, name: str, value: Any) -> Mask:
 def _simpler_parameters(name: str, value: Any) -> Iterator[Any]:
     if name == "align":
         yield from ALIGNMENTS[: ALIGNMENTS.index(value)]
+    elif name == "causal":
+        yield from ("", *ALIGNMENTS)[: ("", *ALIGNMENTS).index(value)]
     elif name == "axes":
         shorter = ["".join(c) for n in range(1, len(value) + 1) for c in combinations(value, n)]
         yield from sorted(

@@ -33,6 +33,7 @@ from .masks import (
     Strided,
     Window,
 )
+from .packing import packed
 from .region import MASKS, Region
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
@@ -58,7 +59,14 @@ CHOICES = (
 )  # fmt: skip
 """What each byte chooses; earlier ones are shrunk with priority."""
 
-_STRUCTURES = (("causal_top_left", 2), ("causal_bottom_right", 2), ("window", 2), ("bool", 7), ("additive", 6))
+_STRUCTURES = (
+    ("causal_top_left", 2),
+    ("causal_bottom_right", 2),
+    ("window", 2),
+    ("packed", 3),
+    ("bool", 7),
+    ("additive", 6),
+)
 _INNER = ("causal", "window", "padding", "document", "prefix", "strided", "block_sparse", "random")
 _DENSE = ("full", *_INNER, "random", "and", "or", "not")
 
@@ -129,6 +137,7 @@ def _decoded(draw: Callable[[st.SearchStrategy[bytes]], bytes], menu: Menu) -> C
 
 def menu_of(region: Region, max_len: int, features: Collection[str]) -> Menu:
     """The menu of a region and those of the features that it serves; ValueError where it leaves nothing to draw."""
+    region = replace(region, empty_sequences=region.empty_sequences and "empty" in features)
     chosen = frozenset(features) & _served(region)
     _check(region, max_len, chosen)
     return Menu(
@@ -305,6 +314,8 @@ def _mask(at: Choices, sizes: Fields) -> Fields:
         return {"mask": Causal("top_left" if structure == "causal_top_left" else "bottom_right")}
     if structure == "window":
         return {"mask": _leaf(at, "window", "1", sizes)}
+    if structure == "packed":
+        return packed(at.bytes, at.menu.region, "lq" not in at.menu.features, sizes["Lq"], sizes["Lk"])
     mask = _dense(at, at.pick("kind", _DENSE), sizes)
     flags = (
         ("bool",) if isinstance(mask, Full | Causal | Window) else ("flags", "bool", "bool")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class Inputs:
     blocks: list[Guarded] = field(default_factory=list)
     told: Inputs | None = None  # the same with its slopes said by a bias
     _dense: Tensor | None = None
+    held: dict[str, Any] = field(default_factory=dict)  # what a dialect made of the inputs, once
 
     def attn_mask(self, causal_apart: bool = False) -> Tensor | None:
         """The dense tensor for a dialect that takes one: boolean, or additive where the form or a bias asks for it.
@@ -106,8 +108,8 @@ class Inputs:
 
 def build(case: Case, device: str = "cpu", guards: bool = True) -> Inputs:
     """The tensors of a case, bit for bit the same everywhere. Without guards there are no margins."""
-    blocks = [_block(case, names, device, guards) for names in _storages(case)]
-    tensors = {name: block.tensor(name) for block in blocks for name in block.names}
+    blocks = [_block(case, names, device, guards) for names in storages(case)]
+    tensors: dict[str, Any] = {name: block.tensor(name) for block in blocks for name in block.names}
     inputs = Inputs(case, device, **tensors, guards=guards, blocks=blocks)
     _add_mask_and_bias(inputs)
     if case.lse_grad:
@@ -162,7 +164,7 @@ def _shape(case: Case, name: str) -> Shape:
     return (case.B, case.Hq, case.Lq, case.Dv)
 
 
-def _storages(case: Case) -> list[tuple[str, ...]]:
+def storages(case: Case) -> list[tuple[str, ...]]:
     """Which tensors share a storage: those of q, k and v that are packed and agree in length and width; others are alone."""
     groups: dict[object, list[str]] = {}
     for name in ("q", "k", "v", "do"):

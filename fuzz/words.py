@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .case import Case
-from .masks import And, BlockSparse, Causal, Document, Full, Mask, Not, Or, Padding, Prefix, Random, Strided, Window
+from .masks import (
+    And,
+    BlockSparse,
+    Causal,
+    Document,
+    Full,
+    Mask,
+    Not,
+    Or,
+    Packed,
+    Padding,
+    Prefix,
+    Random,
+    Strided,
+    Window,
+)
 
 _SEQUENCE = {
     "repeat": "called three times", "scale": "called before with another scale", "mask": "called before with another mask",
@@ -98,7 +113,7 @@ def _gradients(case: Case) -> Iterator[str]:
         yield "gradient through lse"
 
 
-def mask_words(mask: Mask) -> str:  # noqa: PLR0911 (a return for each kind)
+def mask_words(mask: Mask) -> str:  # noqa: PLR0911, PLR0912 (a return for each kind)
     """A mask in words."""
     match mask:
         case Full():
@@ -120,6 +135,8 @@ def mask_words(mask: Mask) -> str:  # noqa: PLR0911 (a return for each kind)
         case Random():
             dead = f", {mask.dead_rows}% of the rows dead" if mask.dead_rows else ""
             return f"{mask.percent}% of the pairs at random{dead}" + _by(mask.axes, mask.seed)
+        case Packed():
+            return _packed(mask)
         case And(first=first, second=second):
             return f"({mask_words(first)}) and ({mask_words(second)})"
         case Or(first=first, second=second):
@@ -127,6 +144,15 @@ def mask_words(mask: Mask) -> str:  # noqa: PLR0911 (a return for each kind)
         case Not(inner=inner):
             return f"not ({mask_words(inner)})"
     return mask.kind
+
+
+def _packed(mask: Packed) -> str:
+    """`2 packed sequences of 0, 1 queries and 2, 3 keys, each causal (bottom-right)`."""
+    q, k, n = _list(mask.lengths_q), _list(mask.lengths_k), len(mask.lengths_q)
+    of = f"{q} tokens" if q == k else f"{q} queries and {k} keys"
+    inside = " and a ".join(map(mask_words, mask.inside)).replace("and a causal", "and causal")
+    sequences = f"{n} packed sequences" if n > 1 else "one packed sequence"
+    return f"{sequences} of {of}" + (f", {'each ' * (n > 1)}{inside}" if inside else "")
 
 
 def _corner(align: str) -> str:

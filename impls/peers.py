@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..fuzz.masks import Full, Grid, Mask
 from ..fuzz.region import Region
 from . import register
 
@@ -164,79 +163,29 @@ sdpa_cudnn = _backend(
 )
 
 
-@register(dialect="native", supports=FLEX, contract=FLEX_CONTRACT, devices=("cpu",))
+@register(dialect="flex", supports=FLEX, contract=FLEX_CONTRACT, devices=("cpu",))
 def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | None = None,
-    bias: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
     scale: float | None = None,
-    softcap: float = 0.0,
+    enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """torch's FlexAttention without compilation; torch has no backward pass for it on a CPU."""
     from torch.nn.attention import flex_attention as module
 
+    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        raise NotImplementedError("FlexAttention takes no batch or length of 0")
     switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # else every call is traced anew, 0.3 s; torch's own advice for debugging
     before = getattr(module, switch, None)
     setattr(module, switch, True)
     try:
-        return _flex(module.flex_attention, q, k, v, mask, bias, scale, softcap, return_lse)
+        o, aux = module.flex_attention(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=module.AuxRequest(lse=return_lse)
+        )
     finally:
         setattr(module, switch, before)
-
-
-def _flex(
-    attention: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """FlexAttention with our mask as its block mask, softcap and bias as its score function."""
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    if 0 in (q.shape[0], q.shape[2], k.shape[2]):
-        raise NotImplementedError("FlexAttention takes no batch or length of 0")
-    blocks = None if mask is None or mask == Full() else _block_mask(mask, q, k)
-    o, aux = attention(
-        q, k, v,
-        score_mod=_score_function(bias, softcap), block_mask=blocks, scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=return_lse),
-    )  # fmt: skip
-    return (o, aux.lse) if return_lse else o
-
-
-def _block_mask(mask: Mask, q: Tensor, k: Tensor) -> Any:
-    """The mask as FlexAttention's: the same predicate, evaluated by index."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    B, Hq, Lq, _ = q.shape
-    Lk = k.shape[2]
-
-    def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask.keep(Grid(b, h, i, j, Lq, Lk)).reshape(())
-
-    return create_block_mask(keep, B, Hq, Lq, Lk, device=str(q.device))
-
-
-def _score_function(bias: Tensor | None, softcap: float) -> Callable[..., Tensor] | None:
-    """softcap, then the bias read by index, 0 on its broadcast axes; None where neither is asked for."""
-    if bias is None and not softcap:
-        return None
-
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if softcap:
-            s = softcap * torch.tanh(s / softcap)
-        if bias is not None:
-            at = (x if n > 1 else torch.zeros_like(x) for x, n in zip((b, h, i, j), bias.shape, strict=True))
-            s = s + bias[tuple(at)]
-        return s
-
-    return score
+    return (o, aux.lse) if return_lse else o  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +15,27 @@ from .finding import Finding
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def form_of_output(o: Tensor | None, like: Tensor, inputs: Inputs) -> list[Finding]:
-    """Findings about shape, dtype, device and aliasing of the output; `like` has the form it must have."""
+def form_of_output(
+    o: Tensor | None, like: Tensor, inputs: Inputs, given: Mapping[str, Tensor] | None = None
+) -> list[Finding]:
+    """Findings about shape, dtype, device and aliasing of the output; `like` has the form it must have.
+
+    `given` are q, k and v as they were handed over, where that is not on the storages of the inputs.
+    """
     if o is None:
         return []
     narrow = autocast_dtype(inputs.case)
     dtypes = (like.dtype,) if narrow in (None, like.dtype) else (like.dtype, narrow)
-    return _form("o", o, tuple(like.shape), dtypes, like.device) or _aliasing("o", o, inputs)
+    return _form("o", o, tuple(like.shape), dtypes, like.device) or _aliasing("o", o, inputs, given)
 
 
-def form_of_lse(lse: Tensor | None, inputs: Inputs) -> list[Finding]:
-    """Findings about the log-sum-exp: (B, Hq, Lq) in float32; float64 inputs may give float64."""
+def form_of_lse(lse: Tensor | None, inputs: Inputs, shape: tuple[int, ...] | None = None) -> list[Finding]:
+    """Findings about the log-sum-exp: (B, Hq, Lq), or the shape given, in float32; float64 inputs may give float64."""
     if lse is None:
         return []
     c = inputs.case
     dtypes = (torch.float32, torch.float64) if c.dtype == "float64" else (torch.float32,)
-    return _form("lse", lse, (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
+    return _form("lse", lse, shape or (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
 
 
 def form_of_gradient(name: str, grad: Tensor | None, leaf: Tensor) -> list[Finding]:
@@ -60,12 +65,13 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _aliasing(name: str, x: Tensor, inputs: Inputs) -> list[Finding]:
+def _aliasing(name: str, x: Tensor, inputs: Inputs, given: Mapping[str, Tensor] | None = None) -> list[Finding]:
     """A finding when an output lies in the storage of an input: writing to one would change the other."""
     if not x.numel():
         return []
     for other in ("q", "k", "v"):
-        if x.untyped_storage().data_ptr() == getattr(inputs, other).untyped_storage().data_ptr():
+        lies_in = getattr(inputs, other) if given is None else given[other]
+        if x.untyped_storage().data_ptr() == lies_in.untyped_storage().data_ptr():
             return [Finding("alias", name, f"shares the storage of {other}: writing to one changes the other")]
     return []
 

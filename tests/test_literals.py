@@ -21,6 +21,7 @@ from flashproof.fuzz.masks import (
     Full,
     Not,
     Or,
+    Packed,
     Padding,
     Prefix,
     Random,
@@ -111,7 +112,19 @@ def test_a_mask_s_formula_is_the_mask(mask, sizes):
     assert torch.equal(got.expand(3, 1, *sizes), want.expand(3, 1, *sizes))
 
 
+PACKED = (
+    Packed((1, 2), (3, 0)), Packed((0, 3), (0, 3), "top_left"), Packed((2, 1), (1, 2), "bottom_right", 0, -1),
+    Packed((2, 1), (0, 3), "", -1, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", PACKED, ids=repr)
+def test_the_formula_of_packed_sequences_is_the_mask(mask):
+    case = Case(Lq=3, Lk=3, mask=mask)
+    assert torch.equal(eval(formula(mask, case), {"torch": torch}), mask.dense(1, 1, 3, 3)[0, 0])  # noqa: S307 (the formula under test)
+
+
 def test_every_mask_has_a_formula_or_is_written_as_numbers():
     written_as_numbers = {BlockSparse.kind, Random.kind}
-    assert {type(m).kind for m in MASKS} | written_as_numbers == set(KINDS)
+    assert {type(m).kind for m in (*MASKS, *PACKED)} | written_as_numbers == set(KINDS)
     assert formula(And(Causal(), Random()), Case()) == ""

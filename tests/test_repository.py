@@ -18,13 +18,15 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 LAYERS = (
-    ("compat", "fuzz", "fuzz.compiling", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
+    ("compat", "fuzz", "fuzz.compiling", "fuzz.grid", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
     ("fuzz.masks", "fuzz.values"),
     ("fuzz.case",),
     ("fuzz.generate", "fuzz.ladders", "fuzz.literals", "fuzz.pattern", "fuzz.region", "fuzz.simpler", "fuzz.words"),
-    ("fuzz.learn", "fuzz.shrink", "fuzz.tensors"),
+    ("fuzz.flex", "fuzz.learn", "fuzz.packing", "fuzz.tensors"),
+    ("fuzz.shrink",),
     ("fuzz.nearest", "fuzz.stateful", "fuzz.strategies", "impls", "oracles"),
     ("fuzz.binding", "fuzz.corpus", "fuzz.definition"),
+    ("fuzz.varlen",),
     ("fuzz.dialects",),
     ("fuzz.commands", "fuzz.probe", "fuzz.repro"),
     ("fuzz.execute",),
