@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ REFUSALS: tuple[type[Exception], ...] = (NotImplementedError, ValueError, Refuse
 
 def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keyword arguments that say a case; raises Inexpressible."""
+    if binding.caller is not None:
+        return dict(binding.caller.keywords(inputs))
     case = inputs.case
     out = _mask(binding, inputs)
     for keyword, value, idle in _plain(binding, case):
@@ -104,7 +106,7 @@ def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     """causal and window keywords that say the whole mask, or None when they cannot."""
     if case.mask_form != "flags" or case.bias:
         return None
-    causal, window = _diagonals(case, DIALECTS[binding.dialect].align)
+    causal, window = diagonals(case, DIALECTS[binding.dialect].align)
     if causal is None:
         return None
     out: dict[str, Any] = {}
@@ -121,7 +123,7 @@ def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     return out
 
 
-def _diagonals(case: Case, align: Align) -> tuple[bool | None, Window | None]:
+def diagonals(case: Case, align: Align) -> tuple[bool | None, Window | None]:
     """(causal, window) when the mask is a conjunction of at most one of each, aligned as asked; causal None otherwise."""
     parts = [m for m in _conjuncts(case.mask) if m != Full()]
     square = case.Lq == case.Lk
@@ -155,6 +157,8 @@ def call(binding: Binding, fn: Callable[..., Any], inputs: Inputs) -> dict[str, 
 
 def answer(binding: Binding, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
     """`call`, with the findings about type, shape, dtype, device, aliasing and missing gradients."""
+    if binding.caller is not None:
+        return cast(Answer, binding.caller.answer(fn, inputs, backward=backward))
     case = inputs.case
     kwargs = keywords(binding, inputs)
     leaves = _leaves(binding, inputs, kwargs, case.requires_grad if backward else "")
@@ -214,7 +218,7 @@ def _unpack(binding: Binding, returned: Any, findings: list[Finding]) -> tuple[T
     return None, None
 
 
-class _Seed(torch.autograd.Function):
+class Seed(torch.autograd.Function):
     """A scalar whose gradients with respect to the given outputs are the given tensors themselves, layout included.
 
     autograd.grad with grad_outputs does the same, but imports sympy to compare shapes: most of a second in each new process.
@@ -257,7 +261,7 @@ def _backward(
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
         ends, grads = [o, lse], [heads(inputs.do), inputs.dlse]
-    seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
+    seed: Tensor = Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
         if grad is None and empty:

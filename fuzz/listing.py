@@ -35,6 +35,7 @@ ORACLES = {
     "repeat": "the same call twice gives other bits",
     "sequence": "a call gives other bits after another call",
     "ignored-keyword": "a keyword is accepted and changes nothing",
+    "buffer": "what an output buffer held before the call shows in the answer",
     "global-state": "torch's global state came back changed",
     "refusal": "a case inside the declared region was refused",
     "exception": "the target raised something that is no refusal",

@@ -18,7 +18,7 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 def form_of_output(o: Tensor | None, like: Tensor, inputs: Inputs) -> list[Finding]:
     """Findings about shape, dtype, device and aliasing of the output; `like` has the form it must have."""
     return (
-        [] if o is None else _form("o", o, tuple(like.shape), (like.dtype,), like.device) or _aliasing("o", o, inputs)
+        [] if o is None else form_of("o", o, tuple(like.shape), (like.dtype,), like.device) or _aliasing("o", o, inputs)
     )
 
 
@@ -28,19 +28,20 @@ def form_of_lse(lse: Tensor | None, inputs: Inputs) -> list[Finding]:
         return []
     c = inputs.case
     dtypes = (torch.float32, torch.float64) if c.dtype == "float64" else (torch.float32,)
-    return _form("lse", lse, (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
+    return form_of("lse", lse, (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
 
 
 def form_of_gradient(name: str, grad: Tensor | None, leaf: Tensor) -> list[Finding]:
     """Findings about one gradient: it must exist and have the form of what it is the gradient of."""
     if grad is None:
         return [Finding("grad", name, "is None though the input requires a gradient")]
-    return _form(name, grad, tuple(leaf.shape), (leaf.dtype,), leaf.device)
+    return form_of(name, grad, tuple(leaf.shape), (leaf.dtype,), leaf.device)
 
 
-def _form(
+def form_of(
     name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> list[Finding]:
+    """Findings about the shape, dtype, device and kind of one tensor."""
     out = []
     if tuple(x.shape) != shape:
         out.append(Finding("shape", name, f"shape must be {shape}, got {tuple(x.shape)}"))

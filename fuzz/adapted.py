@@ -1,0 +1,433 @@
+"""Calling an adapted target: tensors and values by name, buffers, a separate backward; what comes back as (B, H, L, D)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..impls import Implementation
+from ..impls.loading import signature
+from ..oracles.finding import Finding
+from ..oracles.invariants import bits, form_of, form_of_gradient
+from .adapter import FORWARD, PACKED, SIZES, TENSORS, Adapter
+from .arrangement import Arrangement, arranged
+from .binding import Binding
+from .case import Case
+from .dialects import Answer, Inexpressible, Seed, diagonals, recognise
+from .sequences import offsets
+from .region import Region
+from .tensors import TORCH_DTYPES, Inputs
+
+LN2 = math.log(2.0)
+LEAVES = ("q", "k", "v", "bias", "attn_mask", "sinks")
+"""Names of a function's parameters that a gradient may be asked for."""
+LETTERS = {"q": "q", "k": "k", "v": "v", "bias": "b", "attn_mask": "b", "sinks": "s"}
+"""What requires_grad of a case calls them."""
+SEED = 0
+"""A factory may draw random numbers: from a generator in this state, put back afterwards."""
+
+
+def bound(implementation: Implementation, dialect: str) -> Binding:
+    """How an implementation is called: as it declares, else as its parameters tell. ValueError as `recognise`."""
+    adapter: Adapter | None = implementation.adapter
+    if adapter is None:
+        return recognise(implementation.call, dialect or implementation.dialect)
+    if dialect not in ("", "adapter"):
+        raise ValueError(f"the callable is an adapted target, so its dialect must be adapter, got dialect={dialect!r}")
+    known = tuple(n for n in adapter.takes if n in FORWARD and n not in ("q", "k", "v"))
+    calls = Calls(adapter)
+    return Binding("adapter", known, calls.lacks(), "lse" in adapter.returns, known, calls)
+
+
+@dataclass
+class _Call:
+    """One call of one case: what is handed over, how it is arranged, which gradients are wanted."""
+
+    inputs: Inputs
+    given: dict[str, Any]
+    arrangement: Arrangement
+    wanted: tuple[str, ...]  # parameters
+    findings: list[Finding]
+
+    @property
+    def case(self) -> Case:
+        return self.inputs.case
+
+
+class Calls:
+    """How one adapted target is called. Keeps what its factories made, as its user would."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.made: dict[tuple[Any, ...], Any] = {}
+
+    # What it can be told
+
+    def lacks(self) -> tuple[str, ...]:
+        """What the function cannot be told, in the words of its parameters."""
+        takes, packed = self.adapter.takes, self.adapter.layout == PACKED
+        dense = () if packed else ("mask", "bias")
+        wanted = ("scale", "causal", "window", *dense, "softcap", "dropout", "alibi_slopes", "sinks")
+        return tuple(n for n in wanted if n not in takes and not (n in dense and "attn_mask" in takes))
+
+    def expressible(self, region: Region) -> Region:
+        """The region narrowed to what the function can be told, so that few drawn cases are inexpressible."""
+        a, takes = self.adapter, set(self.adapter.takes)
+        dense, packed = bool({"mask", "attn_mask"} & takes), a.layout == PACKED
+        bias = bool({"bias", "attn_mask"} & takes)
+        backward = not a.forward_only
+        flags = {
+            "none": True,
+            "causal_top_left": dense or ("causal" in takes and a.align == "top_left"),
+            "causal_bottom_right": dense or ("causal" in takes and a.align == "bottom_right"),
+            "window": dense or "window" in takes,
+            "bool": dense or packed,
+            "packed": dense or packed,
+            "additive": dense and bias,
+        }
+        lse = "lse" in a.returns
+        return replace(
+            region,
+            masks=tuple(m for m in region.masks if flags[m]),
+            lq_differs=region.lq_differs and "cu_seqlens" not in takes,
+            bias=region.bias and bias,
+            bias_grad=region.bias_grad and bias and backward and (a.bwd is None or "dbias" in a.bwd_returns),
+            scale=region.scale and "scale" in takes,
+            softcap=region.softcap and "softcap" in takes,
+            dropout=region.dropout and "dropout" in takes,
+            lse=region.lse and lse,
+            lse_grad=region.lse_grad and lse and backward and (a.bwd is None or "dlse" in a.bwd_takes),
+            backward=region.backward and backward,
+        )
+
+    def keywords(self, inputs: Inputs) -> dict[str, Any]:
+        """What the function is given, by name; buffers are added at each call. Raises Inexpressible.
+
+        Called once outside the guards: dense masks, packed tensors and what a factory makes are made here.
+        """
+        with contextlib.suppress(Exception):  # what a factory raises is raised in the call, as the target's own
+            self._built(inputs)
+        return self._given(inputs)[0]
+
+    def _given(self, inputs: Inputs) -> tuple[dict[str, Any], Arrangement]:
+        case, a = inputs.case, self.adapter
+        causal, window = diagonals(case, a.align or "top_left") if case.mask_form == "flags" else (None, None)
+        arrangement = arranged(a.layout, inputs, causal, window, a.align)
+        given: dict[str, Any] = arrangement.tensors() | self._masks(inputs, causal, window, arrangement)
+        given |= {"scale": case.resolved_scale, "softcap": case.softcap, "dropout": case.dropout, "dropout_seed": case.seed}
+        for name, needed in (
+            ("scale", case.scale is not None),
+            ("softcap", case.softcap > 0),
+            ("dropout", case.dropout > 0),
+        ):
+            if needed and name not in a.takes:
+                raise Inexpressible(f"the target takes no parameter {name}")
+        given |= self._features(inputs)
+        if arrangement.sequences is not None:
+            given |= _lengths(arrangement, a.takes, inputs.device)
+        if case.lse_grad:
+            self._through_lse(inputs, given, arrangement)
+        return given, arrangement
+
+    def _features(self, inputs: Inputs) -> dict[str, Any]:
+        """ALiBi slopes and sinks where the case has them."""
+        given = {}
+        for name, tensor in (("alibi_slopes", getattr(inputs, "alibi", None)), ("sinks", getattr(inputs, "sinks", None))):
+            given[name] = tensor
+            if tensor is not None and name not in self.adapter.takes:
+                raise Inexpressible(f"the target takes no parameter {name}")
+        return given
+
+    def _through_lse(self, inputs: Inputs, given: dict[str, Any], arrangement: Arrangement) -> None:
+        a = self.adapter
+        if "lse" not in a.returns:
+            raise Inexpressible("the target returns no lse to take a gradient through")
+        if a.bwd is None:
+            return
+        if "dlse" not in a.bwd_takes:
+            raise Inexpressible("bwd takes no parameter dlse")
+        assert inputs.dlse is not None
+        given["dlse"] = arrangement.lse(inputs.dlse * (LN2 if a.lse == "log2" else 1.0), a.lse_shape)
+
+    def _masks(self, inputs: Inputs, causal: bool | None, window: Any, arrangement: Arrangement) -> dict[str, Any]:
+        """causal, window, mask, bias and attn_mask, which together say the mask and the bias of the case."""
+        takes, bias = self.adapter.takes, inputs.bias
+        if arrangement.sequences is not None:
+            causal, window = arrangement.sequences.causal, arrangement.sequences.window
+        if bias is not None and not {"bias", "attn_mask"} & set(takes):
+            raise Inexpressible("the target takes no parameter bias")
+        merged = bias is not None and "bias" not in takes  # then everything goes into attn_mask
+        flags = None if causal is None or merged else self._flags(causal, window)
+        plain: dict[str, Any] = {"causal": False, "window": None, "mask": None, "attn_mask": None, "bias": bias}
+        if flags is not None:
+            return plain | flags
+        if merged or "mask" not in takes:
+            if "attn_mask" not in takes:
+                raise Inexpressible("no parameter of the target can say this mask")
+            return plain | {"attn_mask": inputs.attn_mask()} | ({"bias": None} if merged else {})
+        return plain | {"mask": _dense(inputs)}
+
+    def _flags(self, causal: bool, window: Any) -> dict[str, Any] | None:
+        """causal and window that say the whole mask; None where the function cannot be told so."""
+        takes = self.adapter.takes
+        if causal and "causal" not in takes:
+            if window is not None or "window" not in takes:
+                return None
+            return {"window": (-1, 0)}
+        if window is not None and "window" not in takes:
+            return None
+        return {"causal": causal, "window": None if window is None else (window.left, window.right)}
+
+    # The call
+
+    def answer(self, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
+        """Outputs and gradients as (B, H, L, D), lse as its natural logarithm (B, Hq, Lq), and findings about their form."""
+        given, arrangement = self._given(inputs)
+        given |= self._built(inputs)
+        letters = inputs.case.requires_grad if backward and not self.adapter.forward_only else ""
+        wanted = tuple(n for n in LEAVES if LETTERS[n] in letters and isinstance(given.get(n), Tensor))
+        wanted = tuple(n for n in wanted if LETTERS[n] != "b" or inputs.case.bias)
+        call = _Call(inputs, given, arrangement, wanted, [])
+        before = {n: x.clone() for n, x in given.items() if n.startswith("cu_seqlens")}
+        answer = self._buffered(fn, call) if self.adapter.out else self._once(fn, call, {})
+        answer.findings += [
+            Finding("purity", n, "input changed") for n, x in before.items() if not torch.equal(given[n], x)
+        ]
+        return answer
+
+    def _buffered(self, fn: Callable[..., Any], call: _Call) -> Answer:
+        """Two calls with the same buffers: filled with NaN, then holding something else; the answer is that of the second."""
+        buffers = self._buffers(call)
+        for x in buffers.values():
+            x.fill_(torch.nan)
+        first = self._once(fn, call, buffers)
+        first.outputs = {n: x.detach().clone() for n, x in first.outputs.items()}
+        if first.findings:
+            return first
+        call.findings = []
+        for x in buffers.values():
+            x.copy_(1.0 - x.nan_to_num(2.0, 3.0, 4.0))
+        second = self._once(fn, call, buffers)
+        for name in first.outputs.keys() & second.outputs.keys():
+            second.findings += _content_shows(name, first.outputs[name], second.outputs[name], name in self.adapter.loose)
+        return second
+
+    def _buffers(self, call: _Call) -> dict[str, Tensor]:
+        """An empty tensor for each declared output that this call has."""
+        like = {"o": call.given["do"], "lse": call.arrangement.lse(_rows(call.inputs), self.adapter.lse_shape)}
+        like |= {f"d{n}": call.given.get(n) for n in ("q", "k", "v", "bias", "sinks")}
+        return {n: torch.empty_like(like[n], memory_format=torch.contiguous_format) for n in self.adapter.out if like[n] is not None}
+
+    def _once(self, fn: Callable[..., Any], call: _Call, buffers: Mapping[str, Tensor]) -> Answer:
+        result = Answer(findings=call.findings)
+        separate = self.adapter.bwd is not None
+        leaves = {n: x.detach() for n, x in call.given.items() if n in LEAVES and isinstance(x, Tensor)}
+        for name in () if separate else call.wanted:
+            leaves[name].requires_grad_()
+        handed = call.given | leaves
+        with torch.set_grad_enabled(bool(call.wanted) and not separate):
+            named = self._named(self._forward(fn, handed, buffers), self.adapter.returns, buffers, result.findings, "the target")
+        o, lse = self._outputs(named, call, result)
+        if result.findings or o is None or not call.wanted:
+            return result
+        if separate:
+            self._separately(result, call, handed | named, buffers)
+        else:
+            self._by_autograd(result, call, leaves, o, lse)
+        return result
+
+    def _forward(self, fn: Callable[..., Any], handed: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Any:
+        given = dict(handed) | {self.adapter.out[n]: x for n, x in buffers.items() if n in ("o", "lse")}
+        values = {n: given[n] for n in self.adapter.takes}
+        return fn(*values.values()) if self.adapter.positional else fn(**values)
+
+    def _named(
+        self, returned: Any, names: tuple[str, ...], buffers: Mapping[str, Tensor], findings: list[Finding], who: str
+    ) -> dict[str, Any]:
+        """What a function returned, by name; what lies in a buffer is taken from there. Empty with a finding if it is wrong."""
+        held = {n: buffers[n] for n in names if n in buffers}
+        rest = tuple(n for n in names if n not in held)
+        if isinstance(returned, Mapping):
+            found = dict(returned) | held
+        elif isinstance(returned, tuple | list):
+            order = names if len(returned) == len(names) else rest
+            found = dict(zip(order, returned, strict=False)) | held if len(returned) == len(order) else {}
+        else:
+            found = ({rest[0]: returned} if len(rest) == 1 else {}) | held
+        wrong = [n for n in names if not isinstance(found.get(n), Tensor)]
+        unknown = [n for n in found if n not in names and n not in self.adapter.bwd_takes]
+        if who == "bwd":  # a gradient that is not asked for may be None; one that is, is missed later
+            wrong, unknown = [n for n in wrong if n not in found], [n for n in found if n not in names]
+        if wrong:
+            findings.append(Finding("type", wrong[0], f"{who} must return {', '.join(names)}, got {_shown(returned)}"))
+        elif unknown:
+            rule = f"declare it (returns, lse) or take it in bwd; declared are {', '.join(names)}"
+            findings.append(Finding("type", unknown[0], f"{who} returned {unknown[0]}, which nothing declares: {rule}"))
+        return {} if wrong or unknown else found
+
+    def _outputs(self, named: Mapping[str, Any], call: _Call, result: Answer) -> tuple[Tensor | None, Tensor | None]:
+        """(o, natural lse (B, Hq, Lq)); adds both to the result, or what is wrong with their form."""
+        o, raw, a = named.get("o"), named.get("lse") if "lse" in self.adapter.returns else None, self.adapter
+        if o is None:
+            return None, None
+        do, lse = call.given["do"], None
+        result.findings += form_of("o", o, tuple(do.shape), (do.dtype,), do.device) or _aliases("o", o, call, named)
+        if raw is not None:
+            shape = call.arrangement.lse(_rows(call.inputs), a.lse_shape).shape
+            dtypes = (torch.float32, torch.float64) if call.case.dtype == "float64" else (torch.float32,)
+            result.findings += form_of("lse", raw, tuple(shape), dtypes, do.device) or _aliases("lse", raw, call, named)
+        if result.findings:
+            return None, None
+        result.outputs["o"] = call.arrangement.back("do", o.detach())
+        if raw is not None:
+            lse = call.arrangement.natural(raw, a.lse_shape)
+            lse = lse.double() * LN2 if a.lse == "log2" else lse
+            result.outputs["lse"] = lse.detach()
+        return o, lse
+
+    def _by_autograd(
+        self, result: Answer, call: _Call, leaves: Mapping[str, Tensor], o: Tensor, lse: Tensor | None
+    ) -> None:
+        case, wanted = call.case, {n: leaves[n] for n in call.wanted}
+        empty = not case.B * case.Lq * case.Lk
+        if o.grad_fn is None and not empty:
+            rule = "declare forward_only=True if that is meant, or a backward function with bwd="
+            result.findings.append(Finding("grad", "o", f"has no grad_fn, so nothing can be differentiated; {rule}"))
+            return
+        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if o.grad_fn is not None:
+            ends, seeds = [o], [call.given["do"]]
+            if call.inputs.dlse is not None:
+                if lse is None or lse.grad_fn is None:
+                    raise Inexpressible("the returned lse has no grad_fn")
+                ends, seeds = [o, lse], [call.given["do"], call.inputs.dlse.to(lse.dtype)]
+            seed: Tensor = Seed.apply(seeds, *ends)  # type: ignore[no-untyped-call]
+            grads = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
+        for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
+            self._gradient(result, call, name, torch.zeros_like(leaf) if grad is None and empty else grad)
+
+    def _separately(self, result: Answer, call: _Call, handed: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+        a = self.adapter
+        assert a.bwd is not None
+        given = dict(handed) | {a.out[n]: x for n, x in buffers.items() if n not in ("o", "lse")}
+        given.setdefault("dlse", None)
+        missing = [n for n in a.bwd_takes if n not in given]
+        if missing:
+            message = f"bwd takes {missing[0]}, which is no name that it may take and which the target did not return"
+            result.findings.append(Finding("type", missing[0], message))
+            return
+        with torch.no_grad():
+            named = self._named(a.bwd(**{n: given[n] for n in a.bwd_takes}), a.bwd_returns, buffers, result.findings, "bwd")
+        for name in call.wanted if named else ():
+            output = _gradient_of(name)
+            if output not in a.bwd_returns:
+                raise Inexpressible(f"bwd returns no {output}")
+            grad = named[output]
+            result.findings += _aliases(output, grad, call, {}) if isinstance(grad, Tensor) else []
+            self._gradient(result, call, name, grad)
+
+    def _gradient(self, result: Answer, call: _Call, name: str, grad: Any) -> None:
+        """Add one gradient, or what is wrong with its form."""
+        output = _gradient_of(name)
+        wrong = form_of_gradient(output, grad, call.given[name])
+        result.findings += wrong
+        if not wrong:
+            result.outputs[output] = call.arrangement.back(name, grad) if name in ("q", "k", "v") else grad
+
+    def _built(self, inputs: Inputs) -> dict[str, Any]:
+        """What the factories make: once for each set of sizes that they ask for, then the same again."""
+        case, out = inputs.case, {}
+        sizes = {n: getattr(case, n) for n in SIZES if n not in ("dtype", "device")}
+        sizes |= {"dtype": TORCH_DTYPES[case.dtype], "device": inputs.device}
+        for name, make in self.adapter.factory.items():
+            sig = signature(make)
+            asked = {n: sizes[n] for n in (sig.parameters if sig else ()) if n in sizes}
+            key = (name, *asked.values())
+            if key not in self.made:
+                with _own_random_numbers(inputs.device):
+                    self.made[key] = make(**asked)
+            out[name] = self.made[key]
+        return out
+
+
+def _gradient_of(name: str) -> str:
+    return "dbias" if name == "attn_mask" else f"d{name}"
+
+
+def _dense(inputs: Inputs) -> Tensor | None:
+    """The boolean mask as an input with guards of its own; made once."""
+    if inputs.keep is None:
+        return None
+    held = next((b for b in inputs.blocks if b.names == ("mask",)), None)
+    return held.tensor("mask") if held else inputs.hold("mask", inputs.keep, torch.bool)
+
+
+def _rows(inputs: Inputs) -> Tensor:
+    """A float32 tensor of the size of lse, to see what shape an arrangement gives it."""
+    case = inputs.case
+    return torch.empty((case.B, case.Hq, case.Lq), device=inputs.device)
+
+
+def _lengths(arrangement: Arrangement, takes: tuple[str, ...], device: str) -> dict[str, Any]:
+    s = arrangement.sequences
+    assert s is not None
+    if "cu_seqlens" in takes and s.lengths_q != s.lengths_k:
+        raise Inexpressible("one cu_seqlens cannot say lengths of k other than those of q")
+    out: dict[str, Any] = {}
+    for side, lengths in (("_q", s.lengths_q), ("_k", s.lengths_k), ("", s.lengths_q)):
+        if f"cu_seqlens{side}" in takes:
+            out[f"cu_seqlens{side}"] = offsets(lengths, device)
+        out[f"max_seqlen{side}"] = max(lengths, default=0)
+    return out
+
+
+def _aliases(name: str, x: Tensor, call: _Call, named: Mapping[str, Any]) -> list[Finding]:
+    """A finding when an output lies in the storage of an input or of another output."""
+    if not x.numel():
+        return []
+    others = {n: t for n, t in call.given.items() if n in (*TENSORS, "do", "dlse") and isinstance(t, Tensor)}
+    others |= {n: t for n, t in named.items() if n in ("o", "lse") and n != name and isinstance(t, Tensor)}
+    for other, tensor in others.items():
+        if tensor.numel() and x.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            return [Finding("alias", name, f"shares the storage of {other}: writing to one changes the other")]
+    return []
+
+
+def _content_shows(name: str, first: Tensor, second: Tensor, loose: bool) -> list[Finding]:
+    """A finding where what a buffer held before the call shows in the answer."""
+    differ = first.isnan() != second.isnan() if loose else bits(first) != bits(second)
+    if not bool(differ.any()):
+        return []
+    index = tuple(int(i) for i in differ.nonzero()[0])
+    got, want = float(first[index]), float(second[index])
+    message = f"what its buffer held before shows at {list(index)}: {got!r} in one filled with NaN, {want!r} in a used one"
+    return [Finding("buffer", name, message, index=index)]
+
+
+def _shown(returned: Any) -> str:
+    """What a function returned, in a few words."""
+    if isinstance(returned, Mapping):
+        return f"a dict of {', '.join(map(str, returned)) or 'nothing'}"
+    if isinstance(returned, tuple | list):
+        return f"({', '.join(type(x).__name__ for x in returned)})"
+    return type(returned).__name__
+
+
+@contextlib.contextmanager
+def _own_random_numbers(device: str) -> Iterator[None]:
+    """Random numbers drawn inside come from a fixed seed, and the generators are left as they were."""
+    cuda = torch.device(device) if device != "cpu" else None
+    before, there = torch.get_rng_state(), torch.cuda.get_rng_state(cuda) if cuda else None
+    torch.default_generator.manual_seed(SEED)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        if there is not None:
+            torch.cuda.set_rng_state(there, cuda)
