@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..impls import Implementation
-from ..impls.loading import signature
 from ..oracles.finding import Finding
 from ..oracles.invariants import bits, form_of, form_of_gradient
 from .adapter import FORWARD, PACKED, SIZES, TENSORS, Adapter
@@ -113,9 +112,10 @@ class Calls:
         """
         with contextlib.suppress(Exception):  # what a factory raises is raised in the call, as the target's own
             self._built(inputs)
-        return self._given(inputs)[0]
+        return self.given(inputs)[0]
 
-    def _given(self, inputs: Inputs) -> tuple[dict[str, Any], Arrangement]:
+    def given(self, inputs: Inputs) -> tuple[dict[str, Any], Arrangement]:
+        """What the function may take, by name, but for what factories make; and how it is arranged."""
         case, a = inputs.case, self.adapter
         causal, window = diagonals(case, a.align or "top_left") if case.mask_form == "flags" else (None, None)
         arrangement = arranged(a.layout, inputs, causal, window, a.align)
@@ -188,18 +188,26 @@ class Calls:
 
     def answer(self, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
         """Outputs and gradients as (B, H, L, D), lse as its natural logarithm (B, Hq, Lq), and findings about their form."""
-        given, arrangement = self._given(inputs)
+        given, arrangement = self.given(inputs)
         given |= self._built(inputs)
-        letters = inputs.case.requires_grad if backward and not self.adapter.forward_only else ""
-        wanted = tuple(n for n in LEAVES if LETTERS[n] in letters and isinstance(given.get(n), Tensor))
-        wanted = tuple(n for n in wanted if LETTERS[n] != "b" or inputs.case.bias)
-        call = _Call(inputs, given, arrangement, wanted, [])
+        call = _Call(inputs, given, arrangement, self.wanted(inputs, given, backward=backward), [])
         before = {n: x.clone() for n, x in given.items() if n.startswith("cu_seqlens")}
         answer = self._buffered(fn, call) if self.adapter.out else self._once(fn, call, {})
         answer.findings += [
             Finding("purity", n, "input changed") for n, x in before.items() if not torch.equal(given[n], x)
         ]
         return answer
+
+    def wanted(self, inputs: Inputs, given: Mapping[str, Any], *, backward: bool) -> tuple[str, ...]:
+        """The parameters that the case asks a gradient of."""
+        letters = inputs.case.requires_grad if backward and not self.adapter.forward_only else ""
+        asked = tuple(n for n in LEAVES if LETTERS[n] in letters and isinstance(given.get(n), Tensor))
+        return tuple(n for n in asked if LETTERS[n] != "b" or inputs.case.bias)
+
+    def shapes(self, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        """The shape of the buffer of each declared output that the case has."""
+        given, arrangement = self.given(inputs)
+        return {n: tuple(x.shape) for n, x in self._like(given, arrangement, inputs).items()}
 
     def _buffered(self, fn: Callable[..., Any], call: _Call) -> Answer:
         """Two calls with the same buffers: filled with NaN, then holding something else; the answer is that of the second."""
@@ -220,9 +228,14 @@ class Calls:
 
     def _buffers(self, call: _Call) -> dict[str, Tensor]:
         """An empty tensor for each declared output that this call has."""
-        like = {"o": call.given["do"], "lse": call.arrangement.lse(_rows(call.inputs), self.adapter.lse_shape)}
-        like |= {f"d{n}": call.given.get(n) for n in ("q", "k", "v", "bias", "sinks")}
-        return {n: torch.empty_like(like[n], memory_format=torch.contiguous_format) for n in self.adapter.out if like[n] is not None}
+        like = self._like(call.given, call.arrangement, call.inputs)
+        return {n: torch.empty_like(x, memory_format=torch.contiguous_format) for n, x in like.items()}
+
+    def _like(self, given: Mapping[str, Any], arrangement: Arrangement, inputs: Inputs) -> dict[str, Tensor]:
+        """Per declared output that is there, a tensor of its shape and dtype."""
+        like = {f"d{n}": given.get(n) for n in ("q", "k", "v", "bias", "sinks")}
+        like |= {"o": given["do"], "lse": arrangement.lse(_rows(inputs), self.adapter.lse_shape)}
+        return {n: x for n in self.adapter.out if (x := like[n]) is not None}
 
     def _once(self, fn: Callable[..., Any], call: _Call, buffers: Mapping[str, Tensor]) -> Answer:
         result = Answer(findings=call.findings)
@@ -346,8 +359,7 @@ class Calls:
         sizes = {n: getattr(case, n) for n in SIZES if n not in ("dtype", "device")}
         sizes |= {"dtype": TORCH_DTYPES[case.dtype], "device": inputs.device}
         for name, make in self.adapter.factory.items():
-            sig = signature(make)
-            asked = {n: sizes[n] for n in (sig.parameters if sig else ()) if n in sizes}
+            asked = {n: sizes[n] for n in self.adapter.asked()[name]}
             key = (name, *asked.values())
             if key not in self.made:
                 with _own_random_numbers(inputs.device):

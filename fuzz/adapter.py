@@ -85,7 +85,11 @@ class Adapter:
     def to_json(self) -> dict[str, Any]:
         """What a script needs to call the function without flashproof."""
         plain = ("takes", "positional", "layout", "align", "returns", "lse", "lse_shape", "bwd_takes", "bwd_returns", "out")
-        return {n: getattr(self, n) for n in plain} | {"bwd": self.bwd is not None, "factory": list(self.factory)}
+        return {n: getattr(self, n) for n in plain} | {"bwd": self.bwd is not None, "factory": self.asked()}
+
+    def asked(self) -> dict[str, list[str]]:
+        """Per factory, the sizes that it asks for."""
+        return {n: [p for p in sum(_parameters(signature(make))[:2], []) if p in SIZES] for n, make in self.factory.items()}
 
 
 def target(

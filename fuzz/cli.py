@@ -19,7 +19,8 @@ from .judge import Verdict
 from .listing import TABLES, table
 from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
-from .repro import script
+from .repro import Script, script
+from .repro_adapted import AdaptedScript
 from .session import Session, header, opened, resolved_lines
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 from .words import sentence
@@ -237,7 +238,7 @@ def repro(path: Path, target: str) -> Exit:
     if target or "bound" not in record.environment:
         record = _asked(record, target)
     try:
-        click.echo(script(record, _binding(record)), nl=False)
+        click.echo(script(record, _binding(record), AdaptedScript if record.dialect == "adapter" else Script), nl=False)
     except (Inexpressible, CorpusError) as e:
         raise Stop(f"{path}: {e}") from None
     return Exit.RIGHT

@@ -36,6 +36,7 @@ ORACLES = {
     "sequence": "a call gives other bits after another call",
     "ignored-keyword": "a keyword is accepted and changes nothing",
     "buffer": "what an output buffer held before the call shows in the answer",
+    "printed": "the target printed more in one case than anybody reads (a warning)",
     "global-state": "torch's global state came back changed",
     "refusal": "a case inside the declared region was refused",
     "exception": "the target raised something that is no refusal",
