@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +13,15 @@ from torch import Tensor
 from ..impls import Implementation
 from ..oracles.finding import Finding
 from ..oracles.invariants import bits, form_of, form_of_gradient
-from .adapter import FORWARD, PACKED, SIZES, TENSORS, Adapter
-from .arrangement import Arrangement, arranged
+from .adapter import FORWARD, LN2, SIZES, TENSORS, Adapter
+from .arrangement import Arrangement
 from .binding import Binding
 from .case import Case
-from .dialects import Answer, Inexpressible, Seed, diagonals, recognise
-from .sequences import offsets
+from .dialects import Answer, Inexpressible, Seed, recognise
 from .region import Region
+from .telling import Telling, rows_of_lse
 from .tensors import TORCH_DTYPES, Inputs
 
-LN2 = math.log(2.0)
 LEAVES = ("q", "k", "v", "bias", "attn_mask", "sinks")
 """Names of a function's parameters that a gradient may be asked for."""
 LETTERS = {"q": "q", "k": "k", "v": "v", "bias": "b", "attn_mask": "b", "sinks": "s"}
@@ -41,7 +39,7 @@ def bound(implementation: Implementation, dialect: str) -> Binding:
         raise ValueError(f"the callable is an adapted target, so its dialect must be adapter, got dialect={dialect!r}")
     known = tuple(n for n in adapter.takes if n in FORWARD and n not in ("q", "k", "v"))
     calls = Calls(adapter)
-    return Binding("adapter", known, calls.lacks(), "lse" in adapter.returns, known, calls)
+    return Binding("adapter", known, calls.telling.lacks(), "lse" in adapter.returns, known, calls)
 
 
 @dataclass
@@ -64,46 +62,12 @@ class Calls:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
+        self.telling = Telling(adapter)
         self.made: dict[tuple[Any, ...], Any] = {}
 
-    # What it can be told
-
-    def lacks(self) -> tuple[str, ...]:
-        """What the function cannot be told, in the words of its parameters."""
-        takes, packed = self.adapter.takes, self.adapter.layout == PACKED
-        dense = () if packed else ("mask", "bias")
-        wanted = ("scale", "causal", "window", *dense, "softcap", "dropout", "alibi_slopes", "sinks")
-        return tuple(n for n in wanted if n not in takes and not (n in dense and "attn_mask" in takes))
-
     def expressible(self, region: Region) -> Region:
-        """The region narrowed to what the function can be told, so that few drawn cases are inexpressible."""
-        a, takes = self.adapter, set(self.adapter.takes)
-        dense, packed = bool({"mask", "attn_mask"} & takes), a.layout == PACKED
-        bias = bool({"bias", "attn_mask"} & takes)
-        backward = not a.forward_only
-        flags = {
-            "none": True,
-            "causal_top_left": dense or ("causal" in takes and a.align == "top_left"),
-            "causal_bottom_right": dense or ("causal" in takes and a.align == "bottom_right"),
-            "window": dense or "window" in takes,
-            "bool": dense or packed,
-            "packed": dense or packed,
-            "additive": dense and bias,
-        }
-        lse = "lse" in a.returns
-        return replace(
-            region,
-            masks=tuple(m for m in region.masks if flags[m]),
-            lq_differs=region.lq_differs and "cu_seqlens" not in takes,
-            bias=region.bias and bias,
-            bias_grad=region.bias_grad and bias and backward and (a.bwd is None or "dbias" in a.bwd_returns),
-            scale=region.scale and "scale" in takes,
-            softcap=region.softcap and "softcap" in takes,
-            dropout=region.dropout and "dropout" in takes,
-            lse=region.lse and lse,
-            lse_grad=region.lse_grad and lse and backward and (a.bwd is None or "dlse" in a.bwd_takes),
-            backward=region.backward and backward,
-        )
+        """The region narrowed to what the function can be told."""
+        return self.telling.expressible(region)
 
     def keywords(self, inputs: Inputs) -> dict[str, Any]:
         """What the function is given, by name; buffers are added at each call. Raises Inexpressible.
@@ -112,83 +76,11 @@ class Calls:
         """
         with contextlib.suppress(Exception):  # what a factory raises is raised in the call, as the target's own
             self._built(inputs)
-        return self.given(inputs)[0]
-
-    def given(self, inputs: Inputs) -> tuple[dict[str, Any], Arrangement]:
-        """What the function may take, by name, but for what factories make; and how it is arranged."""
-        case, a = inputs.case, self.adapter
-        causal, window = diagonals(case, a.align or "top_left") if case.mask_form == "flags" else (None, None)
-        arrangement = arranged(a.layout, inputs, causal, window, a.align)
-        given: dict[str, Any] = arrangement.tensors() | self._masks(inputs, causal, window, arrangement)
-        given |= {"scale": case.resolved_scale, "softcap": case.softcap, "dropout": case.dropout, "dropout_seed": case.seed}
-        for name, needed in (
-            ("scale", case.scale is not None),
-            ("softcap", case.softcap > 0),
-            ("dropout", case.dropout > 0),
-        ):
-            if needed and name not in a.takes:
-                raise Inexpressible(f"the target takes no parameter {name}")
-        given |= self._features(inputs)
-        if arrangement.sequences is not None:
-            given |= _lengths(arrangement, a.takes, inputs.device)
-        if case.lse_grad:
-            self._through_lse(inputs, given, arrangement)
-        return given, arrangement
-
-    def _features(self, inputs: Inputs) -> dict[str, Any]:
-        """ALiBi slopes and sinks where the case has them."""
-        given = {}
-        for name, tensor in (("alibi_slopes", getattr(inputs, "alibi", None)), ("sinks", getattr(inputs, "sinks", None))):
-            given[name] = tensor
-            if tensor is not None and name not in self.adapter.takes:
-                raise Inexpressible(f"the target takes no parameter {name}")
-        return given
-
-    def _through_lse(self, inputs: Inputs, given: dict[str, Any], arrangement: Arrangement) -> None:
-        a = self.adapter
-        if "lse" not in a.returns:
-            raise Inexpressible("the target returns no lse to take a gradient through")
-        if a.bwd is None:
-            return
-        if "dlse" not in a.bwd_takes:
-            raise Inexpressible("bwd takes no parameter dlse")
-        assert inputs.dlse is not None
-        given["dlse"] = arrangement.lse(inputs.dlse * (LN2 if a.lse == "log2" else 1.0), a.lse_shape)
-
-    def _masks(self, inputs: Inputs, causal: bool | None, window: Any, arrangement: Arrangement) -> dict[str, Any]:
-        """causal, window, mask, bias and attn_mask, which together say the mask and the bias of the case."""
-        takes, bias = self.adapter.takes, inputs.bias
-        if arrangement.sequences is not None:
-            causal, window = arrangement.sequences.causal, arrangement.sequences.window
-        if bias is not None and not {"bias", "attn_mask"} & set(takes):
-            raise Inexpressible("the target takes no parameter bias")
-        merged = bias is not None and "bias" not in takes  # then everything goes into attn_mask
-        flags = None if causal is None or merged else self._flags(causal, window)
-        plain: dict[str, Any] = {"causal": False, "window": None, "mask": None, "attn_mask": None, "bias": bias}
-        if flags is not None:
-            return plain | flags
-        if merged or "mask" not in takes:
-            if "attn_mask" not in takes:
-                raise Inexpressible("no parameter of the target can say this mask")
-            return plain | {"attn_mask": inputs.attn_mask()} | ({"bias": None} if merged else {})
-        return plain | {"mask": _dense(inputs)}
-
-    def _flags(self, causal: bool, window: Any) -> dict[str, Any] | None:
-        """causal and window that say the whole mask; None where the function cannot be told so."""
-        takes = self.adapter.takes
-        if causal and "causal" not in takes:
-            if window is not None or "window" not in takes:
-                return None
-            return {"window": (-1, 0)}
-        if window is not None and "window" not in takes:
-            return None
-        return {"causal": causal, "window": None if window is None else (window.left, window.right)}
-
-    # The call
+        return self.telling.given(inputs)[0]
 
     def answer(self, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
         """Outputs and gradients as (B, H, L, D), lse as its natural logarithm (B, Hq, Lq), and findings about their form."""
-        given, arrangement = self.given(inputs)
+        given, arrangement = self.telling.given(inputs)
         given |= self._built(inputs)
         call = _Call(inputs, given, arrangement, self.wanted(inputs, given, backward=backward), [])
         before = {n: x.clone() for n, x in given.items() if n.startswith("cu_seqlens")}
@@ -206,7 +98,7 @@ class Calls:
 
     def shapes(self, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         """The shape of the buffer of each declared output that the case has."""
-        given, arrangement = self.given(inputs)
+        given, arrangement = self.telling.given(inputs)
         return {n: tuple(x.shape) for n, x in self._like(given, arrangement, inputs).items()}
 
     def _buffered(self, fn: Callable[..., Any], call: _Call) -> Answer:
@@ -223,7 +115,9 @@ class Calls:
             x.copy_(1.0 - x.nan_to_num(2.0, 3.0, 4.0))
         second = self._once(fn, call, buffers)
         for name in first.outputs.keys() & second.outputs.keys():
-            second.findings += _content_shows(name, first.outputs[name], second.outputs[name], name in self.adapter.loose)
+            second.findings += _content_shows(
+                name, first.outputs[name], second.outputs[name], name in self.adapter.loose
+            )
         return second
 
     def _buffers(self, call: _Call) -> dict[str, Tensor]:
@@ -234,7 +128,7 @@ class Calls:
     def _like(self, given: Mapping[str, Any], arrangement: Arrangement, inputs: Inputs) -> dict[str, Tensor]:
         """Per declared output that is there, a tensor of its shape and dtype."""
         like = {f"d{n}": given.get(n) for n in ("q", "k", "v", "bias", "sinks")}
-        like |= {"o": given["do"], "lse": arrangement.lse(_rows(inputs), self.adapter.lse_shape)}
+        like |= {"o": given["do"], "lse": arrangement.lse(rows_of_lse(inputs), self.adapter.lse_shape)}
         return {n: x for n in self.adapter.out if (x := like[n]) is not None}
 
     def _once(self, fn: Callable[..., Any], call: _Call, buffers: Mapping[str, Tensor]) -> Answer:
@@ -245,7 +139,9 @@ class Calls:
             leaves[name].requires_grad_()
         handed = call.given | leaves
         with torch.set_grad_enabled(bool(call.wanted) and not separate):
-            named = self._named(self._forward(fn, handed, buffers), self.adapter.returns, buffers, result.findings, "the target")
+            named = self._named(
+                self._forward(fn, handed, buffers), self.adapter.returns, buffers, result.findings, "the target"
+            )
         o, lse = self._outputs(named, call, result)
         if result.findings or o is None or not call.wanted:
             return result
@@ -292,7 +188,7 @@ class Calls:
         do, lse = call.given["do"], None
         result.findings += form_of("o", o, tuple(do.shape), (do.dtype,), do.device) or _aliases("o", o, call, named)
         if raw is not None:
-            shape = call.arrangement.lse(_rows(call.inputs), a.lse_shape).shape
+            shape = call.arrangement.lse(rows_of_lse(call.inputs), a.lse_shape).shape
             dtypes = (torch.float32, torch.float64) if call.case.dtype == "float64" else (torch.float32,)
             result.findings += form_of("lse", raw, tuple(shape), dtypes, do.device) or _aliases("lse", raw, call, named)
         if result.findings:
@@ -325,7 +221,9 @@ class Calls:
         for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
             self._gradient(result, call, name, torch.zeros_like(leaf) if grad is None and empty else grad)
 
-    def _separately(self, result: Answer, call: _Call, handed: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+    def _separately(
+        self, result: Answer, call: _Call, handed: Mapping[str, Any], buffers: Mapping[str, Tensor]
+    ) -> None:
         a = self.adapter
         assert a.bwd is not None
         given = dict(handed) | {a.out[n]: x for n, x in buffers.items() if n not in ("o", "lse")}
@@ -336,7 +234,9 @@ class Calls:
             result.findings.append(Finding("type", missing[0], message))
             return
         with torch.no_grad():
-            named = self._named(a.bwd(**{n: given[n] for n in a.bwd_takes}), a.bwd_returns, buffers, result.findings, "bwd")
+            named = self._named(
+                a.bwd(**{n: given[n] for n in a.bwd_takes}), a.bwd_returns, buffers, result.findings, "bwd"
+            )
         for name in call.wanted if named else ():
             output = _gradient_of(name)
             if output not in a.bwd_returns:
@@ -372,33 +272,6 @@ def _gradient_of(name: str) -> str:
     return "dbias" if name == "attn_mask" else f"d{name}"
 
 
-def _dense(inputs: Inputs) -> Tensor | None:
-    """The boolean mask as an input with guards of its own; made once."""
-    if inputs.keep is None:
-        return None
-    held = next((b for b in inputs.blocks if b.names == ("mask",)), None)
-    return held.tensor("mask") if held else inputs.hold("mask", inputs.keep, torch.bool)
-
-
-def _rows(inputs: Inputs) -> Tensor:
-    """A float32 tensor of the size of lse, to see what shape an arrangement gives it."""
-    case = inputs.case
-    return torch.empty((case.B, case.Hq, case.Lq), device=inputs.device)
-
-
-def _lengths(arrangement: Arrangement, takes: tuple[str, ...], device: str) -> dict[str, Any]:
-    s = arrangement.sequences
-    assert s is not None
-    if "cu_seqlens" in takes and s.lengths_q != s.lengths_k:
-        raise Inexpressible("one cu_seqlens cannot say lengths of k other than those of q")
-    out: dict[str, Any] = {}
-    for side, lengths in (("_q", s.lengths_q), ("_k", s.lengths_k), ("", s.lengths_q)):
-        if f"cu_seqlens{side}" in takes:
-            out[f"cu_seqlens{side}"] = offsets(lengths, device)
-        out[f"max_seqlen{side}"] = max(lengths, default=0)
-    return out
-
-
 def _aliases(name: str, x: Tensor, call: _Call, named: Mapping[str, Any]) -> list[Finding]:
     """A finding when an output lies in the storage of an input or of another output."""
     if not x.numel():
@@ -418,7 +291,9 @@ def _content_shows(name: str, first: Tensor, second: Tensor, loose: bool) -> lis
         return []
     index = tuple(int(i) for i in differ.nonzero()[0])
     got, want = float(first[index]), float(second[index])
-    message = f"what its buffer held before shows at {list(index)}: {got!r} in one filled with NaN, {want!r} in a used one"
+    message = (
+        f"what its buffer held before shows at {list(index)}: {got!r} in one filled with NaN, {want!r} in a used one"
+    )
     return [Finding("buffer", name, message, index=index)]
 
 
@@ -442,4 +317,4 @@ def _own_random_numbers(device: str) -> Iterator[None]:
     finally:
         torch.set_rng_state(before)
         if there is not None:
-            torch.cuda.set_rng_state(there, cuda)
+            torch.cuda.set_rng_state(there, device)

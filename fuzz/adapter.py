@@ -5,9 +5,10 @@ The decorated function takes tensors and values by the names of its own paramete
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
@@ -15,7 +16,7 @@ from ..impls import Implementation
 from ..impls.loading import signature
 from ..oracles.contract import contract_for
 from .case import DTYPES
-from .masks import ALIGNMENTS
+from .masks import ALIGNMENTS, Align
 from .region import MASKS, Region
 
 TENSORS = {
@@ -57,6 +58,7 @@ OUTPUTS = ("o", "lse")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 PACKED = "packed"
 LSE = ("natural", "log2")
+LN2 = math.log(2.0)
 POLICIES = ("dead_rows", "dead_lse", "nonfinite", "masked_nonfinite")
 NEEDS = {"scale": "scale", "softcap": "softcap", "dropout": "dropout", "bias": "bias"}
 """Flags of a region, and the parameter without which the function cannot be told."""
@@ -70,7 +72,7 @@ class Adapter:
     takes: tuple[str, ...]
     positional: bool = False
     layout: str = "bhld"
-    align: str = ""
+    align: Align | Literal[""] = ""
     returns: tuple[str, ...] = ("o",)
     lse: str = "natural"
     lse_shape: str = "bhl"
@@ -84,12 +86,23 @@ class Adapter:
 
     def to_json(self) -> dict[str, Any]:
         """What a script needs to call the function without flashproof."""
-        plain = ("takes", "positional", "layout", "align", "returns", "lse", "lse_shape", "bwd_takes", "bwd_returns", "out")
+        plain = (
+            "takes",
+            "positional",
+            "layout",
+            "align",
+            "returns",
+            "lse",
+            "lse_shape",
+            "bwd_takes",
+            "bwd_returns",
+            "out",
+        )
         return {n: getattr(self, n) for n in plain} | {"bwd": self.bwd is not None, "factory": self.asked()}
 
     def asked(self) -> dict[str, list[str]]:
         """Per factory, the sizes that it asks for."""
-        return {n: [p for p in sum(_parameters(signature(make))[:2], []) if p in SIZES] for n, make in self.factory.items()}
+        return {n: [p for p in _named(make) if p in SIZES] for n, make in self.factory.items()}
 
 
 def target(
@@ -220,6 +233,12 @@ def _parameters(sig: Any) -> tuple[list[str], list[str], bool]:
     return required, [p.name for p in plain if p.default is not p.empty], len(plain) < len(params)
 
 
+def _named(fn: Callable[..., Any]) -> list[str]:
+    """Names of all parameters that can be passed by name."""
+    required, optional, _ = _parameters(signature(fn))
+    return required + optional
+
+
 def _bwd_takes(say: _Sayer, bwd: Callable[..., Any] | None) -> tuple[str, ...]:
     """Names that the backward function is given; what it takes beyond those known, the forward function must return."""
     if bwd is None:
@@ -259,12 +278,12 @@ def _layout(say: _Sayer, layout: str, takes: Sequence[str]) -> str:
     return layout
 
 
-def _align(say: _Sayer, align: str, takes: Sequence[str]) -> str:
+def _align(say: _Sayer, align: str, takes: Sequence[str]) -> Align | Literal[""]:
     needs = [n for n in ("causal", "window") if n in takes]
     if needs and not align:
         rule = "'top_left' (key j of query i where j <= i) or 'bottom_right' (j <= i + Lk - Lq)"
         raise say.wrong(f"it takes {needs[0]}, so align must say where the diagonal lies when Lq is not Lk: {rule}")
-    return say.one_of("align", align, ALIGNMENTS) if align else ""
+    return cast(Align, say.one_of("align", align, ALIGNMENTS)) if align else ""
 
 
 def _lse_shape(say: _Sayer, shape: str, layout: str) -> str:
@@ -276,7 +295,9 @@ def _consistent(say: _Sayer, adapter: Adapter) -> None:
     """Raise where two declarations exclude one another."""
     a = adapter
     if "o" in a.out and a.bwd is None and not a.forward_only:
-        raise say.wrong("out names o, which autograd cannot follow: name a backward function (bwd=) or say forward_only=True")
+        raise say.wrong(
+            "out names o, which autograd cannot follow: name a backward function (bwd=) or say forward_only=True"
+        )
     if a.bwd is not None and a.forward_only:
         raise say.wrong("forward_only contradicts bwd")
     for output, name in a.out.items():
@@ -302,7 +323,8 @@ def _region(say: _Sayer, supports: Region | Mapping[str, Any] | None, adapter: A
             told = {name, "attn_mask"} if flag == "bias" else {name}
             if supports.get(flag) is True and not told & set(adapter.takes):
                 raise say.wrong(f"supports declares {flag}, but it takes no parameter {name} that could tell it so")
-        supports = Region(**{n: tuple(x) if isinstance(x, list) else x for n, x in supports.items()})
+        values: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in supports.items()}
+        supports = Region(**values)
     if not isinstance(supports, Region):
         raise say.wrong(f"supports must be a flashproof.Region or a dict of its fields, got {type(supports).__name__}")
     _names(say, "supports dtypes", supports.dtypes, DTYPES)
@@ -331,7 +353,7 @@ def _contract(
 
 
 def _refuses(say: _Sayer, refuses: Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
-    kinds = (refuses,) if isinstance(refuses, type) else tuple(refuses)
+    kinds: tuple[Any, ...] = (refuses,) if isinstance(refuses, type) else tuple(refuses)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise say.wrong(f"refuses must hold exception types, got {kind!r}")

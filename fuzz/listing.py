@@ -73,8 +73,8 @@ def _dialects() -> list[tuple[str, ...]]:
     return [
         (
             name,
-            "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
-            d.align.replace("_", " "),
+            "declared" if name == "adapter" else "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
+            "declared" if name == "adapter" else d.align.replace("_", " "),
             ", ".join(n[0] for n in d.keywords.values()),
         )
         for name, d in DIALECTS.items()

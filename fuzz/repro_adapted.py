@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .adapted import LN2, Calls
-from .adapter import BACKWARD, FORWARD, GRADIENTS, LSE, OUTPUTS, PACKED, SIZES, Adapter
+from .adapted import Calls
+from .adapter import BACKWARD, FORWARD, GRADIENTS, LN2, LSE, OUTPUTS, PACKED, SIZES, Adapter
 from .case import Case
 from .corpus import CorpusError
 from .repro import Script
@@ -21,7 +21,15 @@ STUB = (
     'stub = sys.modules["flashproof"] = types.ModuleType("flashproof")',
     "stub.target, stub.Region, stub.Refuse = declare, dict, NotImplementedError",
 )
-IDLE: dict[str, Any] = {"causal": False, "window": None, "mask": None, "attn_mask": None, "bias": None, "softcap": 0.0, "dropout": 0.0}
+IDLE: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "mask": None,
+    "attn_mask": None,
+    "bias": None,
+    "softcap": 0.0,
+    "dropout": 0.0,
+}
 """What a parameter is given that says nothing."""
 
 
@@ -71,11 +79,19 @@ class AdaptedScript(Script):
         sizes = ["B, Lq, Lk = sizes"] if a.layout == PACKED else []
         lines = [*sizes, *body, *self._back(a), "return got"]
         head = f"def call({'sizes, ' * bool(sizes)}{'out, ' * bool(a.out)}wanted, **given):"
-        return [head, '    """Outputs and gradients of the target by name, (B, H, L, D)."""', *("    " + x for x in lines)]
+        return [
+            head,
+            '    """Outputs and gradients of the target by name, (B, H, L, D)."""',
+            *("    " + x for x in lines),
+        ]
 
     def _forward(self, a: Adapter) -> list[str]:
-        passed = ", ".join(f'given["{n}"]' for n in a.takes) if a.positional else f"**{{n: given[n] for n in {a.takes!r}}}"
-        buffers = [f'given |= {{{", ".join(f"{a.out[n]!r}: out[{n!r}]" for n in a.out if n in OUTPUTS)}}}'] if a.out else []
+        passed = (
+            ", ".join(f'given["{n}"]' for n in a.takes) if a.positional else f"**{{n: given[n] for n in {a.takes!r}}}"
+        )
+        buffers = (
+            [f"given |= {{{', '.join(f'{a.out[n]!r}: out[{n!r}]' for n in a.out if n in OUTPUTS)}}}"] if a.out else []
+        )
         if a.bwd is None:
             lines = ["given |= {n: given[n].detach().requires_grad_() for n in wanted}"]
             lines += ["with torch.set_grad_enabled(bool(wanted)):", f"    returned = target({passed})"]
@@ -95,7 +111,10 @@ class AdaptedScript(Script):
         buffers = ", ".join(f"{p!r}: out[{n!r}]" for p, n in held.items())
         lines = ["given = {'dlse': None} | given | got" + (f" | {{{buffers}}}" if buffers else "")]
         lines += [f'returned = target.declared["bwd"](**{{n: given[n] for n in {a.bwd_takes!r}}})']
-        return ["if wanted:", *("    " + x for x in (*lines, *_named("grads", "returned", a.bwd_returns, a), "got = got | grads"))]
+        return [
+            "if wanted:",
+            *("    " + x for x in (*lines, *_named("grads", "returned", a.bwd_returns, a), "got = got | grads")),
+        ]
 
     def _back(self, a: Adapter) -> list[str]:
         """Lines that turn what the target gave into (B, H, L, D)."""
@@ -119,10 +138,10 @@ class AdaptedScript(Script):
     def arguments(self, case: Case, leave_out: str = "") -> str:
         """The arguments of one call, after the lines that define them."""
         a, inputs = self.adapter, build(case, "cpu", guards=False)
-        given, arrangement = Calls(a).given(inputs)
+        given, arrangement = Calls(a).telling.given(inputs)
         rows = arrangement.sequences.keys if arrangement.sequences else None
         out = [f"sizes={(case.B, case.Lq, case.Lk)}"] if a.layout == PACKED else []
-        out += [self._buffers(a, Calls(a).shapes(inputs), inputs)] if a.out else []
+        out += [self._buffers(Calls(a).shapes(inputs), inputs)] if a.out else []
         wanted = Calls(a).wanted(inputs, given, backward=True)
         out.append(f"wanted={tuple(wanted)!r}")
         for name in ("q", "k", "v", "do"):
@@ -144,7 +163,9 @@ class AdaptedScript(Script):
 
     def _argument(self, name: str, value: Any, inputs: Inputs) -> str:
         if isinstance(value, Tensor) and name in ("mask", "attn_mask", "bias"):
-            return self.bias(inputs) if value is inputs.bias and value.is_contiguous() else self.dense(name, value, inputs)
+            return (
+                self.bias(inputs) if value is inputs.bias and value.is_contiguous() else self.dense(name, value, inputs)
+            )
         if isinstance(value, Tensor):
             return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
         return repr(value)
@@ -152,11 +173,13 @@ class AdaptedScript(Script):
     def _moved(self, a: Adapter, rows_of: str) -> str:
         """What brings a (B, H, L, D) tensor into the layout of the target."""
         if a.layout == PACKED:
-            return ".transpose(1, 2).flatten(0, 1).contiguous()" + ("[keys]" if rows_of in ("k", "v") and rows_of else "")
+            return ".transpose(1, 2).flatten(0, 1).contiguous()" + (
+                "[keys]" if rows_of in ("k", "v") and rows_of else ""
+            )
         order = tuple("bhld".index(axis) for axis in a.layout)
         return "" if order == (0, 1, 2, 3) else f".permute{order}"
 
-    def _buffers(self, a: Adapter, shapes: dict[str, tuple[int, ...]], inputs: Inputs) -> str:
+    def _buffers(self, shapes: dict[str, tuple[int, ...]], inputs: Inputs) -> str:
         dtype = TORCH_DTYPES[inputs.case.dtype]
         texts = [f"{n!r}: torch.empty({shapes[n]}, dtype={'torch.float32' if n == 'lse' else dtype})" for n in shapes]
         return f"out={{{', '.join(texts)}}}"
@@ -189,12 +212,13 @@ def _adapter(told: Any) -> Adapter:
             raise ValueError(f"{name!r} is no name")
     for known, words in (
         (told["returns"], OUTPUTS), (told["bwd_returns"], GRADIENTS), (told["out"], OUTPUTS + GRADIENTS), ([told["lse"]], LSE),
-        (sum(told["factory"].values(), []), SIZES), (told["layout"] if told["layout"] != PACKED else "", "bhld"), (told["lse_shape"], "bhl"),
+        ([n for names in told["factory"].values() for n in names], SIZES),
+        (told["layout"] if told["layout"] != PACKED else "", "bhld"), (told["lse_shape"], "bhl"),
     ):  # fmt: skip
         for word in known:
             if word not in words:
                 raise ValueError(f"{word!r} is none of {', '.join(words)}")
-    fields = {n: tuple(told[n]) for n in ("takes", "returns", "bwd_takes", "bwd_returns")}
+    fields: dict[str, Any] = {n: tuple(told[n]) for n in ("takes", "returns", "bwd_takes", "bwd_returns")}
     plain = {n: told[n] for n in ("positional", "layout", "align", "lse", "lse_shape", "out")}
     unknown = [n for n in fields["takes"] if n not in {*FORWARD, *BACKWARD, *told["out"].values(), *told["factory"]}]
     if unknown:

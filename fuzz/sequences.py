@@ -93,5 +93,3 @@ def unpack(x: Tensor, B: int, L: int, rows: Tensor | None = None) -> Tensor:
 def _nothing(x: Tensor, B: int, L: int) -> Tensor:
     heads, *rest = x.shape[1:]
     return x.reshape(B, heads, L, *rest)
-
-

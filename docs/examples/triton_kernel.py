@@ -94,9 +94,7 @@ class Attention(torch.autograd.Function):
         delta = (do.float() * o.float()).sum(-1)
         dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
         if B * H:
-            backward[(B * H,)](
-                q, k, v, do, lse, delta, dq, dk, dv, ctx.scale, Lq, k.shape[2], D, ctx.causal, BLOCK
-            )
+            backward[(B * H,)](q, k, v, do, lse, delta, dq, dk, dv, ctx.scale, Lq, k.shape[2], D, ctx.causal, BLOCK)
         return dq.to(q.dtype), dk, dv, None, None
 
 
