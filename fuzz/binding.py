@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ..impls.loading import Q_K_V, signature, takes_q_k_v
 from .masks import Align
@@ -117,6 +117,21 @@ DIALECTS: dict[str, Dialect] = {
         marks=frozenset(),  # `bias` and a keyword-only `mask` (elsewhere `mask` may be a tensor): see _decide
         hints=frozenset({"return_lse"}),
     ),
+    "adapter": Dialect(
+        keywords={
+            "mask": ("mask", "attn_mask"),
+            "bias": ("bias",),
+            "scale": ("scale",),
+            "causal": ("causal",),
+            "window": ("window",),
+            "softcap": ("softcap",),
+            "dropout": ("dropout",),
+            "seed": ("dropout_seed",),
+        },
+        standard=(),
+        marks=frozenset(),
+        hints=frozenset({"@flashproof.target"}),  # no parameter has this name: a declaration makes it, nothing else
+    ),
 }
 
 
@@ -129,6 +144,7 @@ class Binding:
     unbound: tuple[str, ...]
     returns_lse: bool
     required: tuple[str, ...] = ()
+    caller: Any = None  # what calls it where its dialect alone does not say how (adapted.Calls)
 
     def name(self, keyword: str) -> str:
         """The callable's own name for a keyword of its dialect; empty when it has none."""
@@ -140,6 +156,8 @@ def recognise(call: Callable[..., Any], forced: str = "") -> Binding:
     """The binding of a callable; ValueError names the candidates when its parameters do not decide."""
     if forced and forced not in DIALECTS:
         raise ValueError(f"dialect must be one of {', '.join(DIALECTS)}, got dialect={forced!r}")
+    if forced == "adapter":
+        raise ValueError("the callable must be decorated with @flashproof.target where dialect=adapter is asked for")
     sig = signature(call)
     if sig is None or all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in sig.parameters.values()):
         if not forced:
@@ -202,6 +220,8 @@ def _bind(dialect: str, names: dict[str, bool]) -> Binding:
 def expressible(binding: Binding, region: Region | None = None) -> Region:
     """The region narrowed to what the binding can say, so that few drawn cases are inexpressible."""
     region = region or Region()
+    if binding.caller is not None:
+        return cast(Region, binding.caller.expressible(region))
     has = {k: bool(binding.name(k)) for k in DIALECTS[binding.dialect].keywords}
     native, flex, rows = (binding.dialect == d for d in ("native", "flex", "flash_attn_varlen"))
     align, causal, dense = DIALECTS[binding.dialect].align, has.get("causal", False), has.get("mask", False)

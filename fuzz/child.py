@@ -16,10 +16,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from ..oracles.finding import Finding
 from . import wire
 from .case import case_from_json
 from .execute import Execution, Runner
@@ -29,6 +30,9 @@ from .offline import OfflineRunner
 LOG_KEPT = 1 << 20
 """Bytes of printed text after which the file is emptied."""
 PRINTED_SHOWN = 2000
+LOUD = 16 << 20
+"""Bytes printed in one case that are worth a warning, and after which the file is emptied while the case runs."""
+TRIM_SECONDS = 0.2
 ENDING_SECONDS = 5.0
 """How long a child may take to end after it closed its pipe."""
 
@@ -117,7 +121,7 @@ def _start(requests: int, replies: int) -> Runner | None:
 def _runner(arguments: dict[str, Any]) -> Runner:
     """A runner on the device, or on one that is pretended if the parent names an architecture."""
     kind = OfflineRunner if "arch" in arguments else Runner
-    return kind(**arguments, printed=Printed(1), interruptible=False)
+    return kind(**arguments, printed=Printed(1).kept_short(), interruptible=False)
 
 
 def _kind(error: Exception) -> str:
@@ -138,10 +142,17 @@ def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
         out = runner.run(case_from_json(message["case"]), exact=message["exact"], repeat=message["repeat"])
     except Exception as e:  # noqa: BLE001 (as above)
         out = Execution("infrastructure", message=f"{type(e).__name__}: {e}", traceback=traceback.format_exc())
+    if isinstance(runner.printed, Printed) and runner.printed.bytes > LOUD:
+        out.findings.append(_loud(runner.printed.bytes))
     tensors = {f"outputs.{n}": x for n, x in out.outputs.items()} | {
         f"exact.{n}": x for n, x in (out.exact or {}).items()
     }
     wire.send(replies, out.to_json() | {"exact": out.exact is not None, "rss": resident_bytes()}, tensors)
+
+
+def _loud(count: int) -> Finding:
+    message = f"the target printed {count / 1e6:,.0f} MB in one case; the first {PRINTED_SHOWN} characters are kept"
+    return Finding("printed", "output", message, severity="warning")
 
 
 def _probe(runner: Runner, replies: int, _: dict[str, Any]) -> None:
@@ -154,19 +165,43 @@ class Printed:
 
     def __init__(self, fd: int) -> None:
         self.fd, self.read = fd, 0
+        self.bytes = 0  # written between the last two calls
+        self._head, self._dropped = b"", 0
+        self._lock = threading.Lock()
 
     def __call__(self) -> str:
         sys.stdout.flush()
         sys.stderr.flush()
-        size = os.fstat(self.fd).st_size
-        if size == self.read:
-            return ""
-        text = os.pread(self.fd, min(size - self.read, 4 * PRINTED_SHOWN), self.read).decode(errors="replace")
-        self.read = size
-        if size > LOG_KEPT:
-            os.ftruncate(self.fd, 0)
-            self.read = 0
-        return text[:PRINTED_SHOWN]
+        with self._lock:
+            size = os.fstat(self.fd).st_size
+            self.bytes = self._dropped + size - self.read
+            text = self._head or self._first(size)
+            self.read, self._head, self._dropped = size, b"", 0
+            if size > LOG_KEPT:
+                self._empty()
+        return text.decode(errors="replace")[:PRINTED_SHOWN]
+
+    def kept_short(self) -> Self:
+        """This, with a thread that empties the file whenever a case has printed LOUD bytes: a disk is smaller than a loop."""
+        threading.Thread(target=self._trim, daemon=True).start()
+        return self
+
+    def _trim(self) -> None:
+        while True:
+            time.sleep(TRIM_SECONDS)
+            with self._lock:
+                size = os.fstat(self.fd).st_size
+                if size - self.read > LOUD:
+                    self._head = self._head or self._first(size)
+                    self._dropped += size - self.read
+                    self._empty()
+
+    def _first(self, size: int) -> bytes:
+        return os.pread(self.fd, min(size - self.read, 4 * PRINTED_SHOWN), self.read) if size > self.read else b""
+
+    def _empty(self) -> None:
+        os.ftruncate(self.fd, 0)
+        self.read = 0
 
 
 def resident_bytes() -> int:

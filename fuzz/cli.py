@@ -17,7 +17,8 @@ from .hunting import Budget, hunted, rerun
 from .inspecting import counts, told
 from .listing import TABLES, table
 from .outcome import KNOWN_OF_TARGET, Outcome, write_json
-from .repro import script
+from .repro import Script, script
+from .repro_adapted import AdaptedScript
 from .session import header, opened
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
@@ -146,7 +147,7 @@ def repro(path: Path, target: str) -> Exit:
     if target or "bound" not in record.environment:
         record = _asked(record, target)
     try:
-        click.echo(script(record, _binding(record)), nl=False)
+        click.echo(script(record, _binding(record), AdaptedScript if record.dialect == "adapter" else Script), nl=False)
     except (Inexpressible, CorpusError) as e:
         raise Stop(f"{path}: {e}") from None
     return Exit.RIGHT

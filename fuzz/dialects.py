@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from . import flex, varlen
 from .added import as_bias, zero_of
 from .binding import DIALECTS, Binding, expressible, recognise
 from .case import Case
-from .masks import And, Causal, Full, Mask, Window
+from .masks import Align, And, Causal, Full, Mask, Window
+from .region import mask_kind
 from .tensors import Inputs
 from .varlen import Heads, Rows
 
@@ -45,11 +46,14 @@ class Refuse(Exception):
     """Raised by a target: it does not serve this case, by its structure."""
 
 
+APART = "slopes of ALiBi mean distances over the whole row here, and distances inside each sequence to a packed target"
 REFUSALS: tuple[type[Exception], ...] = (NotImplementedError, ValueError, Refuse)
 
 
 def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     """The keyword arguments that say a case; raises Inexpressible."""
+    if binding.caller is not None:
+        return dict(binding.caller.keywords(inputs))
     case = inputs.case
     if inputs.alibi is not None and not binding.name("alibi"):
         told = as_bias(inputs)
@@ -58,6 +62,8 @@ def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
         inputs = told
     out = _mask(binding, inputs)
     if DIALECTS[binding.dialect].rows:
+        if case.alibi and mask_kind(case) == "packed":
+            raise Inexpressible(APART)
         out |= _rows(binding, inputs)
     for keyword, value, idle in _plain(binding, inputs):
         name = binding.name(keyword)
@@ -152,7 +158,8 @@ def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     """causal and window keywords that say the whole mask, or None when they cannot."""
     if case.mask_form != "flags" or case.bias:
         return None
-    causal, window = _diagonals(binding, case)
+    row = DIALECTS[binding.dialect]
+    causal, window = diagonals(case, row.align, rows=row.rows)
     if causal is None:
         return None
     out: dict[str, Any] = {}
@@ -169,9 +176,8 @@ def _flags(binding: Binding, case: Case) -> dict[str, Any] | None:
     return out
 
 
-def _diagonals(binding: Binding, case: Case) -> tuple[bool | None, Window | None]:
+def diagonals(case: Case, align: Align, *, rows: bool = False) -> tuple[bool | None, Window | None]:
     """(causal, window) when the mask is a conjunction of at most one of each, aligned as asked; causal None otherwise."""
-    align, rows = DIALECTS[binding.dialect].align, DIALECTS[binding.dialect].rows
     masks, square = varlen.inside(case) if rows else ((case.mask,), case.Lq == case.Lk)
     parts = [m for mask in masks for m in _conjuncts(mask) if m != Full()]
     causal = [m for m in parts if isinstance(m, Causal) and (square or m.align == align)]
@@ -204,6 +210,8 @@ def call(binding: Binding, fn: Callable[..., Any], inputs: Inputs) -> dict[str, 
 
 def answer(binding: Binding, fn: Callable[..., Any], inputs: Inputs, *, backward: bool = True) -> Answer:
     """`call`, with the findings about type, shape, dtype, device, aliasing and missing gradients."""
+    if binding.caller is not None:
+        return cast(Answer, binding.caller.answer(fn, inputs, backward=backward))
     case = inputs.case
     kwargs = keywords(binding, inputs)
     leaves = _leaves(binding, inputs, kwargs, case.requires_grad if backward else "")
@@ -276,7 +284,7 @@ def _pair(keyword: str, returned: Any) -> Any:
     return returned
 
 
-class _Seed(torch.autograd.Function):
+class Seed(torch.autograd.Function):
     """A scalar whose gradients with respect to the given outputs are the given tensors themselves, layout included.
 
     autograd.grad with grad_outputs does the same, but imports sympy to compare shapes: most of a second in each new process.
@@ -314,7 +322,7 @@ def _backward(
         if lse is None or lse.grad_fn is None:
             raise Inexpressible("the returned lse has no grad_fn")
         ends, grads = [o, lse], [do, form.dlse(inputs.dlse)]
-    seed: Tensor = _Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
+    seed: Tensor = Seed.apply(grads, *ends)  # type: ignore[no-untyped-call]
     got = torch.autograd.grad(seed, list(wanted.values()), allow_unused=True)
     for (name, leaf), grad in zip(wanted.items(), got, strict=True):
         if grad is None and empty:

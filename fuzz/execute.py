@@ -23,9 +23,10 @@ from ..oracles.allocations import GuardedAllocations
 from ..oracles.contract import contract_for
 from ..oracles.finding import Finding
 from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
+from .adapted import bound
 from .case import Case
 from .compiling import Compiled, Watch
-from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
+from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords
 from .modes import Captured, capture, checked_as_operator, entered, served_modes, unserved
 from .probe import probe_keywords, seed_generators
 from .region import Region
@@ -121,7 +122,7 @@ class Runner:
             raise TargetError(f"target {self.implementation.name} must run on one of {allowed}, got device={device}")
         if self.implementation.triton and device == "cpu":
             importlib.import_module("triton")
-        self.binding = recognise(self.implementation.call, dialect or self.implementation.dialect)
+        self.binding = bound(self.implementation, dialect)
         self.contract = contract or self.implementation.contract
         self.forward_only = contract_for(self.contract, "float32", device).forward_only
         self.printed = printed
@@ -144,6 +145,7 @@ class Runner:
             "unbound": list(binding.unbound),
             "required": list(binding.required),
             "returns_lse": binding.returns_lse,
+            "adapter": known.adapter and known.adapter.to_json(),
             "supports": region_to_json(known.supports),
             "expressible": region_to_json(served_modes(known.call, expressible(binding, known.supports))),
             "contract": self.contract,
@@ -201,7 +203,7 @@ class Runner:
         try:
             self._once(inputs, out)
         except _Stopped as stopped:
-            if not isinstance(stopped.error, (*REFUSALS, Inexpressible)):
+            if not isinstance(stopped.error, (*REFUSALS, *self.implementation.refuses, Inexpressible)):
                 raise
         out.findings += purity(inputs)
 
@@ -295,7 +297,7 @@ class Runner:
         out.message = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if isinstance(error, Inexpressible):
             out.status, out.message = "inexpressible", str(error)
-        elif isinstance(error, REFUSALS):
+        elif isinstance(error, (*REFUSALS, *self.implementation.refuses)) and not _is_no_refusal(error):
             out.status = "refused"
         else:
             out.status = "crashed" if _device_is_lost(error) else "raised"
@@ -319,6 +321,11 @@ def one_line(text: str) -> str:
 def _device_is_lost(error: BaseException) -> bool:
     """A CUDA error (not: out of memory) leaves a context in which nothing can be trusted."""
     return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _is_no_refusal(error: BaseException) -> bool:
+    """Errors that are none, whatever type of exception a target declares for its refusals."""
+    return _device_is_lost(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def _distinct(findings: list[Finding]) -> list[Finding]:

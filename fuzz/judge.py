@@ -84,6 +84,11 @@ def judge(
     else:
         found = [*_endings(case, execution, region), *found]
     failed = any(f.severity == "fail" for f in found)
+    if failed and region is not None and (why := region.refuses(case)):
+        rule = "a target must refuse such a case or answer it rightly"
+        found.append(
+            Finding("refusal", "case", f"lies outside the declared region ({why}): {rule}", severity="warning")
+        )
     status = "fail" if failed else "refused" if execution.status == "refused" else "pass"
     return Verdict(case, status, tuple(found), report, execution)
 

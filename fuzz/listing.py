@@ -35,6 +35,8 @@ ORACLES = {
     "repeat": "the same call twice gives other bits",
     "sequence": "a call gives other bits after another call",
     "ignored-keyword": "a keyword is accepted and changes nothing",
+    "buffer": "what an output buffer held before the call shows in the answer",
+    "printed": "the target printed more in one case than anybody reads (a warning)",
     "global-state": "torch's global state came back changed",
     "refusal": "a case inside the declared region was refused",
     "exception": "the target raised something that is no refusal",
@@ -72,8 +74,8 @@ def _dialects() -> list[tuple[str, ...]]:
     return [
         (
             name,
-            "(total, H, D)" if d.rows else "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
-            d.align.replace("_", " "),
+            "declared" if name == "adapter" else "(total, H, D)" if d.rows else "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
+            "declared" if name == "adapter" else d.align.replace("_", " "),
             ", ".join(n[0] for n in d.keywords.values()),
         )
         for name, d in DIALECTS.items()

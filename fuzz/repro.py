@@ -225,7 +225,7 @@ class Script:
             return [self.without(next(f.tensor for f in self.record.findings if f.oracle == "ignored-keyword"))]
         what = "; ".join(f"{f.oracle} finding on {f.tensor}" for f in self.record.findings) or "finding"
         note = f"# What was found ({what}) shows as an exception, a crash or a hang of the call above"
-        if kinds & {"memory", "guard", "purity", "allocation", "exact", "statistical"}:
+        if kinds & {"buffer", "printed", "memory", "guard", "purity", "allocation", "exact", "statistical"}:
             note = f"# What was found ({what}) needs instruments: flashproof replay {self.record.name} shows it"
         return [[note + ".", 'print("the call returned:", {n: tuple(x.shape) for n, x in got.items()})']]
 
@@ -302,12 +302,12 @@ def steps(case: Case) -> list[Case]:
     return [plain, case.varied().but(sequence=""), plain] if case.sequence else [plain]
 
 
-def script(record: Record, binding: Binding) -> str:
+def script(record: Record, binding: Binding, kind: type[Script] = Script) -> str:
     """A script that calls the record's target on its case, prints got, want and limit, and exits 1 while it is wrong.
 
     Values are written one by one while the script stays short; else large tensors come from the generator.
     """
-    texts = (Script(record, binding, Writer(spare)).text() for spare in (LITERAL, LITERAL // 2, LITERAL // 8, 8))
+    texts = (kind(record, binding, Writer(spare)).text() for spare in (LITERAL, LITERAL // 2, LITERAL // 8, 8))
     text = ""
     for text in texts:
         if text.count("\n") < LINES:

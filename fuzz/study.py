@@ -114,8 +114,14 @@ class Study:
                 self.book.check(failure.case.but(requires_grad=asked))
 
     def _still_fails(self, key: str, thorough: bool) -> Callable[[Case], bool]:
+        declared = self.campaign.declared
+        if declared is not None and declared.refuses(self.book.found[key].simplest.case):
+            declared = None  # found outside: a refusal was due
+
         def fails(case: Case) -> bool:
             self.emit("shrinking", text=key)
+            if declared is not None and declared.refuses(case):
+                return False  # what is wrong inside is shown inside
             return key in self.book.check(case, thorough).keys
 
         return fails

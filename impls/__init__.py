@@ -16,7 +16,8 @@ class Implementation:
 
     `dialect` names the signature it follows ("" means: recognise it). `supports` None means: learn the region from refusals.
     `contract` is a preset name with optional changes, e.g. "ieee" or "torch-cpu-flash" or "hopper,ds_scaled=true";
-    "" means the default for dtype and device. `devices` are the device types it runs on.
+    "" means the default for dtype and device. `devices` are the device types it runs on, `refuses` further exceptions that
+    are refusals. `adapter` is what `flashproof.target` declared of a function with a signature of its own.
     """
 
     name: str
@@ -27,6 +28,12 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     summary: str = ""
     triton: bool = False  # contains Triton kernels: on a CPU it needs the interpreter
+    refuses: tuple[type[Exception], ...] = ()
+    adapter: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the callable itself returns."""
+        return self.call(*args, **kwargs)
 
 
 MODULES = ("textbook", "blockwise", "triton_flash", "peers", "planted")

@@ -110,7 +110,8 @@ def _own(value: object, module: ModuleType) -> bool:
 
 
 def _only_candidate(module: ModuleType, place: str) -> Callable[..., Any]:
-    found = candidates(module)
+    adapted = {n: x for n, x in vars(module).items() if isinstance(x, Implementation) and x.adapter is not None}
+    found = adapted or candidates(module)
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:

@@ -26,7 +26,7 @@ def form_of_output(
         return []
     narrow = autocast_dtype(inputs.case)
     dtypes = (like.dtype,) if narrow in (None, like.dtype) else (like.dtype, narrow)
-    return _form("o", o, tuple(like.shape), dtypes, like.device) or _aliasing("o", o, inputs, given)
+    return form_of("o", o, tuple(like.shape), dtypes, like.device) or _aliasing("o", o, inputs, given)
 
 
 def form_of_lse(lse: Tensor | None, inputs: Inputs, shape: tuple[int, ...] | None = None) -> list[Finding]:
@@ -35,19 +35,20 @@ def form_of_lse(lse: Tensor | None, inputs: Inputs, shape: tuple[int, ...] | Non
         return []
     c = inputs.case
     dtypes = (torch.float32, torch.float64) if c.dtype == "float64" else (torch.float32,)
-    return _form("lse", lse, shape or (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
+    return form_of("lse", lse, shape or (c.B, c.Hq, c.Lq), dtypes, inputs.q.device) or _aliasing("lse", lse, inputs)
 
 
 def form_of_gradient(name: str, grad: Tensor | None, leaf: Tensor) -> list[Finding]:
     """Findings about one gradient: it must exist and have the form of what it is the gradient of."""
     if grad is None:
         return [Finding("grad", name, "is None though the input requires a gradient")]
-    return _form(name, grad, tuple(leaf.shape), (leaf.dtype,), leaf.device)
+    return form_of(name, grad, tuple(leaf.shape), (leaf.dtype,), leaf.device)
 
 
-def _form(
+def form_of(
     name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> list[Finding]:
+    """Findings about the shape, dtype, device and kind of one tensor."""
     out = []
     if tuple(x.shape) != shape:
         out.append(Finding("shape", name, f"shape must be {shape}, got {tuple(x.shape)}"))

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from .compat import check as _refuse_versions_that_cannot_work
 
 if TYPE_CHECKING:
+    from .fuzz.adapter import target
     from .fuzz.api import CheckFailed, Refuse, cases, check
     from .fuzz.case import Case
     from .fuzz.region import Region
 
 __version__ = "0.1.0"
-__all__ = ["Case", "CheckFailed", "Refuse", "Region", "cases", "check"]
+__all__ = ["Case", "CheckFailed", "Refuse", "Region", "cases", "check", "target"]
 
 _refuse_versions_that_cannot_work()
 
@@ -25,6 +26,7 @@ _HOME = {
     "Region": "fuzz.region",
     "cases": "fuzz.api",
     "check": "fuzz.api",
+    "target": "fuzz.adapter",
 }
 
 
