@@ -24,6 +24,7 @@ from . import wire
 from .case import case_from_json
 from .execute import Execution, Runner
 from .nursery import ORDER, REPLY, STILL_ALIVE
+from .rooted import check, enter, tree_from_json
 
 LOG_KEPT = 1 << 20
 """Bytes of printed text after which the file is emptied."""
@@ -102,13 +103,24 @@ def _start(requests: int, replies: int) -> Runner | None:
     """The runner that the parent asks for; None after telling why there is none."""
     message, _ = wire.receive(requests)
     try:
-        runner = Runner(**message["runner"], printed=Printed(1), interruptible=False)
+        runner = _runner(message["runner"])
     except Exception as e:  # noqa: BLE001 (whatever it is, the parent must hear of it)
         shown = getattr(e, "traceback", "") if _kind(e) == "target" else traceback.format_exc()
         wire.send(replies, {"error": _kind(e), "sentence": str(e) or type(e).__name__, "traceback": shown})
         return None
     gc.freeze()  # the target and what it imported too
     wire.send(replies, {"info": runner.info, "rss": resident_bytes()})
+    return runner
+
+
+def _runner(arguments: dict[str, Any]) -> Runner:
+    """The runner of a target, loaded from a tree of its own where one is named."""
+    tree = tree_from_json(arguments.pop("tree"))
+    if tree is not None:
+        arguments["target"] = enter(tree, arguments["target"])
+    runner = Runner(**arguments, printed=Printed(1), interruptible=False)
+    if tree is not None:
+        check(tree, arguments["target"])
     return runner
 
 

@@ -12,7 +12,7 @@ import click
 
 from .case import Case
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
-from .corpus import CorpusError, Record, files, load
+from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
 from .judge import Verdict
@@ -21,7 +21,6 @@ from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
 from .repro import script
 from .session import Session, header, opened, resolved_lines
-from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 from .words import sentence
 
 DEFAULT_SECONDS = 60.0
@@ -202,13 +201,9 @@ def _files(path: Path) -> list[Path]:
 def read(path: Path) -> Record:
     """The record of a case file; Stop says what is wrong with it."""
     try:
-        record = load(path)
+        return judgeable(path)
     except CorpusError as e:
         raise Stop(str(e)) from None
-    needed = max(oracle_bytes(c) for c in (record.case, *record.preceding))
-    if needed > MAX_ORACLE_BYTES:
-        raise Stop(f"{path}: a case must need at most {MAX_ORACLE_BYTES} bytes to judge, got one that needs {needed}")
-    return record
 
 
 def _counts(outcome: Outcome) -> str:

@@ -27,6 +27,7 @@ from .case import Case
 from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords, recognise
 from .probe import probe_keywords, seed_generators
 from .region import Region
+from .rooted import source
 from .tensors import Inputs, build
 
 STATUSES = ("ok", "refused", "inexpressible", "raised", "crashed", "hung", "infrastructure")
@@ -135,6 +136,7 @@ class Runner:
         return {
             "target": known.name,
             "summary": known.summary,
+            "source": source(known.call),
             "dialect": binding.dialect,
             "bound": list(binding.bound),
             "unbound": list(binding.unbound),

@@ -15,6 +15,7 @@ from .execute import DeviceAbsent, Runner, region_from_json
 from .judge import Judge
 from .nursery import WorkerError
 from .region import MASKS, Region
+from .rooted import Tree
 from .worker import Worker
 
 WIDTH = 100
@@ -44,9 +45,12 @@ class Session:
 
 
 @contextmanager
-def opened(target: str, options: Options) -> Iterator[Session]:
-    """The session of a target; Stop says in one sentence why there is none. Its worker ends with it."""
-    runner = _runner(target, options)
+def opened(target: str, options: Options, tree: Tree | None = None) -> Iterator[Session]:
+    """The session of a target; Stop says in one sentence why there is none. Its worker ends with it.
+
+    `tree` is the source that the target is loaded from, where it is a certain revision of a repository.
+    """
+    runner = _runner(target, options, tree)
     try:
         declared = region_from_json(runner.info["supports"])
         region = narrowed(region_from_json(runner.info["expressible"]) or Region(), declared, options)
@@ -56,13 +60,13 @@ def opened(target: str, options: Options) -> Iterator[Session]:
             runner.close()
 
 
-def _runner(target: str, options: Options) -> Runner | Worker:
+def _runner(target: str, options: Options, tree: Tree | None) -> Runner | Worker:
     dialect, device, contract = options.dialect, options.device or "cpu", options.contract
     try:
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract)
-        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log)
+        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log, tree=tree)
     except DeviceAbsent as e:
         raise Stop(str(e), Exit.BLIND) from None
     except TargetError as e:

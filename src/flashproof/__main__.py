@@ -8,11 +8,11 @@ import traceback
 
 import click
 
-from .ci import gate
+from .ci import bisect, gate
 from .fuzz import cli
 from .fuzz.commands import Exit, Stop, flashproof
 
-MODULES = (cli, gate)
+MODULES = (cli, gate, bisect)
 """Importing them registered their commands."""
 
 
