@@ -26,7 +26,9 @@ FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|'bad') commit", 
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--good", required=True, metavar="REV", help="A revision that is right on the case.")
 @click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="A revision that is wrong on it.")
-@click.option("--target", default="", metavar="TARGET", help="Run the case on this target instead of the one that failed.")
+@click.option(
+    "--target", default="", metavar="TARGET", help="Run the case on this target instead of the one that failed."
+)
 @takes_options
 def bisect(path: Path, good: str, bad: str, target: str, options: Options) -> Exit:
     """Print the first commit after --good that is wrong on the case in FILE, as it was found there.

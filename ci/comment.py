@@ -25,7 +25,13 @@ TARGETS, WORST = 4, 4
 SCHEMA = Path(__file__).parent / "data" / "gate.json"
 ORDER = ("new", "failure", "lost", "ledger")
 """Classes of failure, the worst first."""
-ICONS = {"pass": "passed", "fail": "failed", "blind": "measured too little", "slower": "got slower", "error": "could not run"}
+ICONS = {
+    "pass": "passed",
+    "fail": "failed",
+    "blind": "measured too little",
+    "slower": "got slower",
+    "error": "could not run",
+}
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ,=")
 
 
@@ -59,7 +65,9 @@ TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def problems(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, at: str = "$") -> Iterator[str]:
+def problems(
+    value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, at: str = "$"
+) -> Iterator[str]:
     """Each way in which a value breaks a JSON schema, of which the keywords in KEYWORDS are understood; ValueError for others."""
     root = schema if root is None else root
     unknown = set(schema) - KEYWORDS
@@ -139,16 +147,16 @@ def documents(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def body(result: Mapping[str, Any]) -> str:
     """The comment of a result: marker, verdict, a row for each target, the worst failures, what it was compared with."""
     docs = documents(result)
-    failures = sorted(((d, f) for d in docs for f in d["failures"]), key=lambda x: ORDER.index(x[1].get("class", "failure")))
+    failures = sorted(
+        ((d, f) for d in docs for f in d["failures"]), key=lambda x: ORDER.index(x[1].get("class", "failure"))
+    )
     counts = {c: sum(f.get("class", "failure") == c for _, f in failures) for c in ORDER}
     told = [f"{n} {WORDS[c]}" for c, n in counts.items() if n] or ["no failure"]
     before = sum(len((d.get("base") or {}).get("existing", ())) for d in docs)
     told += [f"{before} there before"] if before else []
     lines = [MARKER, f"**flashproof {ICONS[result['verdict']]}**: {', '.join(told)}", ""]
     lines += ["| target | cases | accepted | verdict |", "|---|---|---|---|"]
-    lines += [
-        f"| {text(d['target'], 80)} | {d['cases']} | {d['accepted']} | {d['verdict']} |" for d in docs[:TARGETS]
-    ]
+    lines += [f"| {text(d['target'], 80)} | {d['cases']} | {d['accepted']} | {d['verdict']} |" for d in docs[:TARGETS]]
     lines += [f"| {len(docs) - TARGETS} more | | | |"] if len(docs) > TARGETS else []
     rest = [f"- {d['target']}: {p}" for d in docs for p in d["problems"] if not failures]
     found = [_line(d, f) for d, f in failures] or [f"- {text(r[2:])}" for r in rest]
@@ -171,7 +179,9 @@ def _compared(docs: Sequence[Mapping[str, Any]]) -> list[str]:
     base = next((d["base"] for d in docs if d.get("base")), None)
     if base is None:
         return []
-    words = f"{text(base['change'], 60)} compared with {text(base['revision'], 20)}; rules of {text(base['policy'], 20)}"
+    words = (
+        f"{text(base['change'], 60)} compared with {text(base['revision'], 20)}; rules of {text(base['policy'], 20)}"
+    )
     return [f"<sub>{words}</sub>"]
 
 

@@ -152,7 +152,10 @@ class Compared:
 
     def lines(self) -> list[str]:
         """The same for a reader."""
-        out = [f"already at {self.label}: {key}, {e.count} cases, such as {sentence(e.case)}" for key, e in self.existing.items()]
+        out = [
+            f"already at {self.label}: {key}, {e.count} cases, such as {sentence(e.case)}"
+            for key, e in self.existing.items()
+        ]
         if self.gained:
             out.append(f"gained: {len(self.gained)} of {self.asked} cases asked, such as {smallest(self.gained)}")
         if self.unknown:

@@ -118,7 +118,9 @@ class Plan:
     metavar="REV",
     help="Revision whose ledger, contracts, regions and saved cases hold (default: that of --base).",
 )
-@click.option("--allow-lost", is_flag=True, help="What the base answers and the change refuses is told, and does not fail.")
+@click.option(
+    "--allow-lost", is_flag=True, help="What the base answers and the change refuses is told, and does not fail."
+)
 @click.option("--ledger", type=FILE, default=None, metavar="FILE", help="Known failures (flashproof-ledger.toml).")
 @click.option(
     "--require-device",
@@ -201,7 +203,7 @@ def _all(targets: Sequence[str], plan: Plan, given: dict[str, Any]) -> Exit:
     top = plan.revisions.repository.top if plan.revisions else Path.cwd()
     github.write(outcomes, table(outcomes, "github"), plan.rules.notes, given, top)
     if given["annotations"]:
-        click.echo("\n".join([github.loud(), *github.annotations(outcomes, top)]))
+        click.echo("\n".join([github.loud(), *github.errors(outcomes, top)]))
     return worst(o.code for o in outcomes)
 
 
@@ -234,8 +236,8 @@ def gated(target: str, plan: Plan) -> Outcome:
 def _judged(target: str, plan: Plan, rule: Held) -> Outcome:
     """The outcome of one target that is held to a rule: saved cases, drawn cases, what is known, what was there before."""
     options = dataclasses.replace(plan.options, contract=rule.contract)
-    with opened(target, options, plan.revisions.new if plan.revisions else None) as session:
-        session = bound(session, rule)
+    with opened(target, options, plan.revisions.new if plan.revisions else None) as own:
+        session = bound(own, rule)
         known, compared = sieves(session, plan, rule)
         click.echo("\n".join([*header(session), *(f"base      {note}" for note in rule.notes)]))
         replayed = replay(session, plan, known)
@@ -328,6 +330,7 @@ def promised(outcome: Outcome, session: Session, plan: Plan, rule: Held) -> None
         if plan.allow_lost:
             outcome.warnings.append(f"coverage: {text}")
         else:
+            click.echo(f"lost: {text}")
             outcome.failures.append(FailedCase(Case(), (Finding("coverage", "promise", text),), text=f"lost: {text}"))
 
 
@@ -343,6 +346,7 @@ def ledgered(outcome: Outcome, known: Known, rules: Rules) -> None:
         for e in known.passing()
     ]
     for entry, text in told:
+        click.echo(text)
         case = entry.record.case if entry.record is not None else Case()
         outcome.failures.append(FailedCase(case, (Finding("ledger", entry.finding or entry.kind, text),), text=text))
 
@@ -358,7 +362,8 @@ def _documented(outcome: Outcome, plan: Plan, rule: Held, known: Known, compared
             compared.document() if compared else {"existing": [], "gained": None, "not_compared": 0}
         )
     outcome.failures = [
-        dataclasses.replace(f, extra=f.extra | {"class": github.sort(f, compared is not None)}) for f in outcome.failures
+        dataclasses.replace(f, extra=f.extra | {"class": github.sort(f, compared is not None)})
+        for f in outcome.failures
     ]
 
 

@@ -98,7 +98,7 @@ def loud() -> str:
     return f"::{_token}::"
 
 
-def annotations(outcomes: Sequence[Outcome], top: Path) -> list[str]:
+def errors(outcomes: Sequence[Outcome], top: Path) -> list[str]:
     """Workflow commands for the worst failures, and one for the rest."""
     found = failures(outcomes)
     out = []
@@ -144,14 +144,26 @@ def junit(outcomes: Sequence[Outcome], top: Path) -> str:
             _child(whole, "error", VERDICTS[outcome.code], "; ".join(outcome.problems) or VERDICTS[outcome.code])
         for failed in outcome.failures:
             first = failed.findings[0]
-            inner = _child(_case(suite, outcome, first.key, top), "failure", failed.extra.get("class", "failure"), str(first))
+            inner = _child(
+                _case(suite, outcome, first.key, top), "failure", failed.extra.get("class", "failure"), str(first)
+            )
             inner.text = _xml(failed.text or "\n".join(map(str, failed.findings)))
         base = outcome.extra.get("base") or {}
         for known in outcome.extra.get("known", []):
-            _child(_case(suite, outcome, known["finding"], top), "skipped", "", f"known: {known['issue']}, {known['owner']}")
+            _child(
+                _case(suite, outcome, known["finding"], top),
+                "skipped",
+                "",
+                f"known: {known['issue']}, {known['owner']}",
+            )
         for old in base.get("existing", []):
             _child(_case(suite, outcome, old["finding"], top), "skipped", "", f"there before: {old['case']}")
-    counts = {"tests": "testcase", "failures": "testcase/failure", "errors": "testcase/error", "skipped": "testcase/skipped"}
+    counts = {
+        "tests": "testcase",
+        "failures": "testcase/failure",
+        "errors": "testcase/error",
+        "skipped": "testcase/skipped",
+    }
     for name, path in counts.items():
         suite.set(name, str(len(suite.findall(path))))
     root = ElementTree.Element("testsuites")
@@ -161,8 +173,8 @@ def junit(outcomes: Sequence[Outcome], top: Path) -> str:
 
 
 def _case(suite: ElementTree.Element, outcome: Outcome, name: str, top: Path) -> ElementTree.Element:
-    place = dict(_place(outcome, top))
-    return ElementTree.SubElement(suite, "testcase", classname=_xml(outcome.target), name=_xml(name), **place)
+    words = {"classname": outcome.target, "name": name, **dict(_place(outcome, top))}
+    return ElementTree.SubElement(suite, "testcase", {n: _xml(v) for n, v in words.items()})
 
 
 def _child(case: ElementTree.Element, tag: str, kind: str, message: str) -> ElementTree.Element:

@@ -43,7 +43,9 @@ def rules(given: Path | None, revisions: Revisions | None) -> Rules:
         return Rules(own or ())
     inside = revisions.repository.path(path)
     if inside is None:
-        raise Stop(f"--ledger must lie in the repository {revisions.repository.top} to be read from its base, got {path}")
+        raise Stop(
+            f"--ledger must lie in the repository {revisions.repository.top} to be read from its base, got {path}"
+        )
     base = _entries(Path(revisions.policy.root, inside), f"{path} at {revisions.policy.label}")
     if base is None and own is None and given:
         raise Stop(f"--ledger must be a file that exists in one of the two revisions, got {given}")

@@ -68,7 +68,9 @@ class Repository:
         """The tree of a commit, in a temporary folder that is removed at the end. No hook of the repository runs."""
         with tempfile.TemporaryDirectory(prefix="flashproof-") as folder:
             place = Path(folder).resolve() / "tree"
-            done = self.git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--force", str(place), commit)
+            done = self.git(
+                "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--force", str(place), commit
+            )
             if done.returncode:
                 raise Stop(f"git could not check {commit[:SHORT]} out: {last(done.stderr)}", Exit.INFRASTRUCTURE)
             try:
@@ -82,7 +84,7 @@ def _git(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {n: v for n, v in os.environ.items() if n not in LOCAL} | {"LC_ALL": "C"}
     try:
         return subprocess.run(
-            ["git", *arguments], cwd=where, env=environment, capture_output=True, text=True, errors="replace", check=False
+            ["git", *arguments], cwd=where, env=environment, capture_output=True, text=True, errors="replace", check=False  # noqa: S607 (the git that the user has)
         )  # fmt: skip
     except OSError as e:
         raise Stop(f"git is needed to look at revisions, but it cannot be started: {e.strerror}") from None
@@ -113,7 +115,9 @@ def inside(repository: Repository, target: str, option: str) -> None:
     if kind == "known":
         raise Stop(f"{option} needs targets of the repository, but {target} comes with flashproof: it has one revision")
     if kind == "file" and repository.path(Path(place)) is None:
-        raise Stop(f"target {target} must lie in the repository {repository.top}, so that {option} has another revision of it")
+        raise Stop(
+            f"target {target} must lie in the repository {repository.top}, so that {option} has another revision of it"
+        )
 
 
 @dataclass

@@ -16,6 +16,8 @@ from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
 from .judge import Verdict
+from .ledger import LEDGER, Entry, Known, LedgerError
+from .ledger import load as load_ledger
 from .listing import TABLES, table
 from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
@@ -111,6 +113,13 @@ WORDS = {
     metavar="S",
     help=f"Time to run (default {DEFAULT_SECONDS:g} without --examples).",
 )
+@click.option(
+    "--ledger",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    metavar="FILE",
+    help=f"Known failures, told apart (default {LEDGER} where it exists).",
+)
 @SEED
 @SAVE
 @JSON
@@ -119,6 +128,7 @@ def fuzz(
     options: Options,
     examples: int | None,
     seconds: float | None,
+    ledger: Path | None,
     seed: int,
     save: Path,
     json_file: Path | None,
@@ -129,12 +139,28 @@ def fuzz(
     """
     if examples is None and seconds is None:
         seconds = DEFAULT_SECONDS
+    known = Known.of(_ledger(ledger), target)
     with opened(target, options) as session:
         _say(header(session))
+        session.judge.sieves = [known]
         outcome = hunted(session, Budget(examples, seconds, seed), save)
+    outcome.extra["known"] = known.document()
     _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
+    _say(f"  {line}" for line in known.lines())
+    _say(f"  known: {e.words()} ended on {e.expires}" for e in known.expired())
+    _say(f"  known: {e.words()} is right now" for e in known.passing())
     write_json(json_file, [outcome])
     return outcome.code
+
+
+def _ledger(path: Path | None) -> tuple[Entry, ...]:
+    """The entries of a ledger; of the default one if it exists."""
+    if path is None and not LEDGER.exists():
+        return ()
+    try:
+        return load_ledger(path or LEDGER)
+    except LedgerError as e:
+        raise Stop(str(e)) from None
 
 
 @flashproof.command()

@@ -123,7 +123,9 @@ def _entry(row: Mapping[str, Any], folder: Path) -> Entry:
     if not isinstance(issue, str) or not LINK.fullmatch(issue):
         raise ValueError(f"issue must be a link (https://... or owner/repository#number), got issue={issue!r}")
     if type(row.get("expires")) is not datetime.date:
-        raise ValueError(f"expires must be a day such as 2030-01-31, without quotes, got expires={row.get('expires')!r}")
+        raise ValueError(
+            f"expires must be a day such as 2030-01-31, without quotes, got expires={row.get('expires')!r}"
+        )
     kind, finding, case = row.get("kind", "wrong"), row.get("finding", ""), row.get("case", "")
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got kind={kind!r}")
@@ -247,7 +249,14 @@ class Known:
         told = [(e, key, n, 0) for (e, key), n in self.excused.items()]
         told += [(e, e.finding or e.kind, 0, n) for e, n in self.skipped.items()]
         return [
-            {"finding": key, "issue": e.issue, "owner": e.owner, "expires": e.expires.isoformat(), "cases": n, "not_launched": m}
+            {
+                "finding": key,
+                "issue": e.issue,
+                "owner": e.owner,
+                "expires": e.expires.isoformat(),
+                "cases": n,
+                "not_launched": m,
+            }
             for e, key, n, m in told
         ]
 

@@ -61,9 +61,16 @@ class Repository:
         self.commit("a kernel")
 
     def git(self, *arguments: str) -> str:
-        env = os.environ | {f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        env = os.environ | {
+            f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+        }
         return subprocess.run(
-            ["git", *arguments], cwd=self.top, env=env, check=True, capture_output=True, text=True
+            ["git", *arguments],  # noqa: S607 (the git that the user has)
+            cwd=self.top,
+            env=env,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
 
     def write(self, name: str, text: str) -> None:
@@ -84,7 +91,9 @@ class Repository:
         command = [sys.executable, "-m", "flashproof", *arguments]
         return subprocess.run(command, cwd=self.top, env=env, capture_output=True, text=True, check=False)
 
-    def gate(self, *more: str, target: str = "kernels.py:flash", base: str = "main") -> subprocess.CompletedProcess[str]:
+    def gate(
+        self, *more: str, target: str = "kernels.py:flash", base: str = "main"
+    ) -> subprocess.CompletedProcess[str]:
         done = self.run("gate", target, *GATE, *FILES, "--base", base, *more)
         assert "Traceback" not in done.stderr, done.stderr
         return done
@@ -149,13 +158,19 @@ REFUSES = """if D > 16:
 
 
 def test_a_change_that_refuses_what_it_served_fails_unless_that_is_allowed(repository):
-    repository.change("    s = scores(query, key, scale)", textwrap.dedent(REFUSES).replace("\n        ", "\n    ").replace("if D", "    if D", 1))
+    repository.change(
+        "    s = scores(query, key, scale)",
+        textwrap.dedent(REFUSES).replace("\n        ", "\n    ").replace("if D", "    if D", 1),
+    )
     repository.commit("fewer head dims")
     done = repository.gate()
     assert done.returncode == 1, done.stdout + done.stderr
     assert set(repository.classes()) == {"lost"}
     (lost,) = repository.document()["failures"]
-    assert lost["case"]["D"] == 17 and "no longer answered: NotImplementedError: head dim 17" in lost["findings"][0]["message"]
+    assert (
+        lost["case"]["D"] == 17
+        and "no longer answered: NotImplementedError: head dim 17" in lost["findings"][0]["message"]
+    )
     assert "no longer answered, <code>kernels" in repository.sticky()
     assert repository.gate("--allow-lost").returncode == 0
     assert any("coverage" in w for w in repository.document()["warnings"])
@@ -171,7 +186,10 @@ def test_what_was_wrong_before_is_shown_and_does_not_fail(repository):
     assert done.returncode == 0, done.stdout + done.stderr
     before = repository.document()["base"]["existing"]
     assert "value:o" in [e["finding"] for e in before]
-    assert "there before" in repository.sticky() and "with changes that are not committed" in done.stdout + repository.sticky().replace("&#46;", ".")
+    assert (
+        "there before" in repository.sticky()
+        and "with changes that are not committed" in done.stdout + repository.sticky().replace("&#46;", ".")
+    )
 
 
 def test_a_new_failure_behind_an_old_one_of_the_same_kind_is_found(repository):
@@ -179,7 +197,9 @@ def test_a_new_failure_behind_an_old_one_of_the_same_kind_is_found(repository):
     repository.change(RIGHT, WRONG)
     repository.commit("wrong for many keys, long ago")
     repository.git("checkout", "-q", "-b", "other")
-    repository.change("(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)")
+    repository.change(
+        "(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)"
+    )
     done = repository.gate("--examples", "200")
     assert done.returncode == 1, done.stdout + done.stderr
     cases = [f["case"] for f in repository.document()["failures"]]
@@ -290,7 +310,9 @@ def test_bisect_names_the_first_bad_commit_and_what_it_skipped(repository):
         repository.write("note.txt", f"{n}\n")
         commits.append(repository.commit(f"change {n}"))
     finding = Finding("value", "o", "found before")
-    path = save(Record("kernels.py:flash", Case(Lk=33), contract="may_leak", findings=(finding,)), repository.top / "failures")
+    path = save(
+        Record("kernels.py:flash", Case(Lk=33), contract="may_leak", findings=(finding,)), repository.top / "failures"
+    )
     done = repository.run("bisect", str(path), "--good", good)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"first bad commit: {commits[4]}" in done.stdout
