@@ -144,11 +144,13 @@ def test_a_wrong_change_fails_with_a_new_failure(repository):
 def test_a_change_that_excuses_itself_in_the_ledger_fails(repository):
     repository.change(RIGHT, WRONG)
     repository.write("flashproof-ledger.toml", LEDGER.format(day="2999-01-01"))
-    repository.commit("faster, and a known failure")
+    next((repository.top / "flashproof-corpus").iterdir()).unlink()
+    repository.commit("faster, a known failure, and a saved case less")
     done = repository.gate()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "new" in repository.classes() and repository.document()["known"] == []
     assert "it has no effect before it is merged" in done.stdout
+    assert repository.document()["corpus"] == {"cases": 1, "accepted": 1, "failures": 1}, "the base's saved case is replayed"
     assert "**flashproof failed**" in repository.sticky()
 
 
