@@ -51,7 +51,7 @@ def warm(
         raise Stop("warm pretends a device of --arch in a process of its own: leave out --device and --in-process")
     folder = cache or Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
-    with opened(target, replace(options, device="cuda"), arch) as session:
+    with opened(target, replace(options, device="cuda"), arch=arch) as session:
         compiler = _Compiler(session)
         session.runner.probe()
         campaign = hunt(compiler, session.region, examples=examples, seed=seed, policy=COMPILING)

@@ -26,6 +26,7 @@ from .case import case_from_json
 from .execute import Execution, Runner
 from .nursery import ORDER, REPLY, STILL_ALIVE
 from .offline import OfflineRunner
+from .rooted import check, enter, tree_from_json
 
 LOG_KEPT = 1 << 20
 """Bytes of printed text after which the file is emptied."""
@@ -119,9 +120,15 @@ def _start(requests: int, replies: int) -> Runner | None:
 
 
 def _runner(arguments: dict[str, Any]) -> Runner:
-    """A runner on the device, or on one that is pretended if the parent names an architecture."""
+    """The runner of a target, loaded from a tree of its own where one is named; on a pretended device where an architecture is."""
+    tree = tree_from_json(arguments.pop("tree"))
+    if tree is not None:
+        arguments["target"] = enter(tree, arguments["target"])
     kind = OfflineRunner if "arch" in arguments else Runner
-    return kind(**arguments, printed=Printed(1).kept_short(), interruptible=False)
+    runner = kind(**arguments, printed=Printed(1).kept_short(), interruptible=False)
+    if tree is not None:
+        check(tree, arguments["target"])
+    return runner
 
 
 def _kind(error: Exception) -> str:

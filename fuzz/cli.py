@@ -11,16 +11,17 @@ from pathlib import Path
 import click
 
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
-from .corpus import CorpusError, Record, files, load
+from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
 from .inspecting import counts, told
+from .ledger import LEDGER, Entry, Known, LedgerError
+from .ledger import load as load_ledger
 from .listing import TABLES, table
 from .outcome import KNOWN_OF_TARGET, Outcome, write_json
 from .repro import Script, script
 from .repro_adapted import AdaptedScript
 from .session import header, opened
-from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
 DEFAULT_SECONDS = 60.0
 
@@ -36,6 +37,13 @@ DEFAULT_SECONDS = 60.0
     metavar="S",
     help=f"Time to run (default {DEFAULT_SECONDS:g} without --examples).",
 )
+@click.option(
+    "--ledger",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    metavar="FILE",
+    help=f"Known failures, told apart (default {LEDGER} where it exists).",
+)
 @SEED
 @SAVE
 @JSON
@@ -44,6 +52,7 @@ def fuzz(
     options: Options,
     examples: int | None,
     seconds: float | None,
+    ledger: Path | None,
     seed: int,
     save: Path,
     json_file: Path | None,
@@ -54,12 +63,28 @@ def fuzz(
     """
     if examples is None and seconds is None:
         seconds = DEFAULT_SECONDS
+    known = Known.of(_ledger(ledger), target)
     with opened(target, options) as session:
         _say(header(session))
+        session.judge.sieves = [known]
         outcome = hunted(session, Budget(examples, seconds, seed), save)
+    outcome.extra["known"] = known.document()
     _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
+    _say(f"  {line}" for line in known.lines())
+    _say(f"  known: {e.words()} ended on {e.expires}" for e in known.expired())
+    _say(f"  known: {e.words()} is right now" for e in known.passing())
     write_json(json_file, [outcome])
     return outcome.code
+
+
+def _ledger(path: Path | None) -> tuple[Entry, ...]:
+    """The entries of a ledger; of the default one if it exists."""
+    if path is None and not LEDGER.exists():
+        return ()
+    try:
+        return load_ledger(path or LEDGER)
+    except LedgerError as e:
+        raise Stop(str(e)) from None
 
 
 @flashproof.command()
@@ -126,13 +151,9 @@ def _files(path: Path) -> list[Path]:
 def read(path: Path) -> Record:
     """The record of a case file; Stop says what is wrong with it."""
     try:
-        record = load(path)
+        return judgeable(path)
     except CorpusError as e:
         raise Stop(str(e)) from None
-    needed = max(oracle_bytes(c) for c in (record.case, *record.preceding))
-    if needed > MAX_ORACLE_BYTES:
-        raise Stop(f"{path}: a case must need at most {MAX_ORACLE_BYTES} bytes to judge, got one that needs {needed}")
-    return record
 
 
 @flashproof.command()

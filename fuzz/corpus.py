@@ -19,6 +19,7 @@ from typing import Any
 
 from ..oracles.finding import Finding
 from .case import Case, case_from_json
+from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
 SCHEMA = 1
 FAILURES = Path("failures")
@@ -178,6 +179,17 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.json")) if path.is_dir() else [path]
 
 
+def judgeable(path: Path) -> Record:
+    """The record in a failure file; CorpusError also for one that is too large to judge."""
+    record = load(path)
+    needed = max(oracle_bytes(c) for c in (record.case, *record.preceding))
+    if needed > MAX_ORACLE_BYTES:
+        raise CorpusError(
+            f"{path}: a case must need at most {MAX_ORACLE_BYTES} bytes to judge, got one that needs {needed}"
+        )
+    return record
+
+
 def load_all(path: Path) -> list[tuple[Path, Record]]:
-    """Every record of a file or folder with its path."""
-    return [(file, load(file)) for file in files(path)]
+    """Every record of a file or folder with its path; CorpusError for one that cannot be read or judged."""
+    return [(file, judgeable(file)) for file in files(path)]

@@ -170,14 +170,13 @@ class _Hunt:
     def _count(self, verdict: Verdict, seconds: float) -> None:
         c = self.campaign
         c.cases += 1
-        kind = {"refused": "refused", "inexpressible": "inexpressible", "infrastructure": "infrastructure"}.get(
-            verdict.status, "accepted"
-        )
+        apart = ("refused", "inexpressible", "infrastructure", "skipped")
+        kind = verdict.status if verdict.status in apart else "accepted"
         setattr(c, kind, getattr(c, kind) + 1)
         self.lost = self.lost + 1 if kind == "infrastructure" else 0
         if kind == "infrastructure":
             c.trouble = verdict.execution.message if verdict.execution else ""
-        else:
+        elif kind != "skipped":
             self.learner.add(verdict.case, kind)
         if self.buckets is not None:
             self.buckets.add(verdict.case, kind)

@@ -30,6 +30,7 @@ from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keyw
 from .modes import Captured, capture, checked_as_operator, entered, served_modes, unserved
 from .probe import probe_keywords, seed_generators
 from .region import Region
+from .rooted import source
 from .tensors import Inputs, build
 
 STATUSES = ("ok", "refused", "inexpressible", "raised", "crashed", "hung", "infrastructure")
@@ -140,6 +141,7 @@ class Runner:
         return {
             "target": known.name,
             "summary": known.summary,
+            "source": source(known.call),
             "dialect": binding.dialect,
             "bound": list(binding.bound),
             "unbound": list(binding.unbound),

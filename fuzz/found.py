@@ -63,6 +63,7 @@ class Campaign:
     refused: int = 0
     inexpressible: int = 0
     infrastructure: int = 0
+    skipped: int = 0
     outside: int = 0
     seconds: float = 0.0
     seconds_to_first_failure: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -38,8 +39,9 @@ def hunted(
     folder: Path,
     command: str = "fuzz",
     min_cases: int = MIN_CASES,
+    known: Callable[[Failure], bool] = lambda _: False,
 ) -> Outcome:
-    """The outcome of one hunt; what it finds is in `folder` from the moment it is found."""
+    """The outcome of one hunt; what it finds is in `folder` from the moment it is found. `known` failures are left out."""
     keeper, progress = Keeper(session, folder), Progress()
 
     def on_event(event: Event) -> None:
@@ -57,7 +59,7 @@ def hunted(
         on_event=on_event,
         policy=Policy() if session.info["device"] == "cpu" else COMPILING,
     )
-    campaign.failures[:0] = ignored
+    campaign.failures[:] = [f for f in (*ignored, *campaign.failures) if not known(f)]
     outcome = summed(session, campaign, keeper, command, min_cases)
     outcome.report = failures_text(campaign, lambda f: replay_line(kept(keeper, f)))
     outcome.closing = summary(campaign, command, min_cases)
@@ -89,7 +91,9 @@ def probed(session: Session) -> list[Failure]:
     out = []
     for finding in session.runner.probe()[1]:
         case = case_from_json(finding.details["case"]) if "case" in finding.details else Case()
-        out.append(Failure(finding.key, case, case, Verdict(case, "fail", (finding,)), shrunk=True))
+        verdict = session.judge.sifted(Verdict(case, "fail", (finding,)))
+        if verdict.failures:
+            out.append(Failure(finding.key, case, case, verdict, shrunk=True))
     return out
 
 
@@ -97,6 +101,7 @@ def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, m
     """The outcome of a campaign."""
     c = campaign
     outcome = Outcome(session.target, session, c.cases, c.accepted, c.refused, c.inexpressible)
+    outcome.skipped = c.skipped
     outcome.lost = c.infrastructure if c.stopped == "infrastructure" else 0
     outcome.seconds, outcome.first_failure = c.seconds, c.seconds_to_first_failure
     outcome.warnings = [f"{what} ({n})" for what, n in c.warnings.most_common()]
@@ -141,8 +146,11 @@ def rerun(session: Session, record: Record) -> Verdict:
     if record.preceding:
         session.judge.restart()
         for case in record.preceding:
-            session.runner.run(case)
+            if not session.judge.skips(case):
+                session.runner.run(case)
     verdict = session.judge.check(record.case, thorough=True)
     ignored = {f.key for f in record.findings if f.oracle == "ignored-keyword"}
     again = tuple(f for f in session.runner.probe()[1] if f.key in ignored) if ignored else ()
-    return replace(verdict, status="fail", findings=(*verdict.findings, *again)) if again else verdict
+    if not again:
+        return verdict
+    return session.judge.sifted(replace(verdict, status="fail", findings=(*verdict.findings, *again)))

@@ -38,6 +38,7 @@ class Runs(Protocol):
 class Verdict:
     """What the oracles say about one case. `status` is pass, fail, refused, inexpressible or infrastructure.
 
+    Where failures are known: `known` if all of the case's are, `skipped` if it was not run because of them.
     `deviations` are single departures from the contract that explain wrong values, where one was looked for.
     """
 
@@ -57,6 +58,16 @@ class Verdict:
     def keys(self) -> tuple[str, ...]:
         """Keys of what fails."""
         return tuple(dict.fromkeys(f.key for f in self.failures))
+
+
+class Sieve(Protocol):
+    """Takes out of verdicts what is known already."""
+
+    def skips(self, case: Case) -> bool:
+        """Whether a case must not be run."""
+
+    def sift(self, verdict: Verdict) -> Verdict:
+        """The verdict without what is known."""
 
 
 def judge(
@@ -185,6 +196,7 @@ class Judge:
         self.region = region or region_from_json(runner.info["supports"])
         self.device: str = runner.info["device"]
         self.dropout_known = runner.info["dialect"] == "native"
+        self.sieves: list[Sieve] = []
         self._verdicts: dict[tuple[str, bool], Verdict] = {}
         self._contracts = {dtype: contract_for(self.spec, dtype, self.device) for dtype in DTYPES}
 
@@ -198,10 +210,12 @@ class Judge:
         Explain: look for deviations from the contract too, which takes longer than the rest.
         """
         key = (case.key, thorough)
+        if self.skips(case):
+            return Verdict(case, "skipped")
         if fresh:
             self.restart()
         if fresh or key not in self._verdicts:
-            self._remember(key, self._confirmed(self._once(case, thorough)))
+            self._remember(key, self.sifted(self._confirmed(self._once(case, thorough))))
         return self.explained(self._verdicts[key]) if explain else self._verdicts[key]
 
     def reproduces(self, case: Case, key: str, times: int = 3) -> tuple[int, int]:
@@ -214,7 +228,19 @@ class Judge:
 
     def again(self, case: Case, thorough: bool = True) -> Verdict:
         """The verdict of another run in the same process, not remembered."""
-        return self._confirmed(self._once(case, thorough))
+        if self.skips(case):
+            return Verdict(case, "skipped")
+        return self.sifted(self._confirmed(self._once(case, thorough)))
+
+    def skips(self, case: Case) -> bool:
+        """Whether a case must not be run, because of what is known of it."""
+        return any(s.skips(case) for s in self.sieves)
+
+    def sifted(self, verdict: Verdict) -> Verdict:
+        """The verdict without what is known already."""
+        for sieve in self.sieves:
+            verdict = sieve.sift(verdict)
+        return verdict
 
     def restart(self) -> None:
         """Begin a new process, where there is one to begin."""

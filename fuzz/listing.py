@@ -43,6 +43,8 @@ ORACLES = {
     "opcheck": "torch.library.opcheck finds the operator's registration wrong",
     "crash": "the target's process died",
     "hang": "the target gave no answer before the deadline",
+    "coverage": "a case that the base revision answers rightly is refused, or a promise of its region is withdrawn (gate)",
+    "ledger": "an entry of the ledger has expired, or what it excuses is right now (gate)",
 }
 """The kinds of finding, each with what it means."""
 

@@ -54,6 +54,7 @@ class Outcome:
     refused: int = 0
     inexpressible: int = 0
     lost: int = 0
+    skipped: int = 0
     seconds: float = 0.0
     first_failure: float | None = None
     failures: list[FailedCase] = field(default_factory=list)
@@ -90,6 +91,8 @@ class Outcome:
                 self.inexpressible += 1
             case "infrastructure":
                 self.lost += 1
+            case "skipped":
+                self.skipped += 1
             case _:
                 self.accepted += 1
 
@@ -111,6 +114,7 @@ class Outcome:
             "accepted": self.accepted,
             "refused": self.refused,
             "inexpressible": self.inexpressible,
+            "skipped": self.skipped,
             "seconds": round(self.seconds, 3),
             "seconds_to_first_failure": self.first_failure,
             "failures": [f.to_json() for f in self.failures],
@@ -119,15 +123,19 @@ class Outcome:
         }
 
 
-def write_json(path: Path | None, outcomes: Sequence[Outcome]) -> None:
-    """Write the document of one target, or those of several under `targets` with the verdict over all."""
-    if path is None:
-        return
+def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The document of one target, or those of several under `targets` with the verdict over all."""
     documents = [o.document() for o in outcomes]
     verdict = VERDICTS[worst(o.code for o in outcomes)]
-    whole = documents[0] if len(documents) == 1 else {"schema": SCHEMA, "verdict": verdict, "targets": documents}
+    return documents[0] if len(documents) == 1 else {"schema": SCHEMA, "verdict": verdict, "targets": documents}
+
+
+def write_json(path: Path | None, outcomes: Sequence[Outcome]) -> None:
+    """Write the document of one target or of several."""
+    if path is None:
+        return
     try:
-        write_whole(path, as_text(whole))
+        write_whole(path, as_text(document(outcomes)))
     except OSError as e:
         raise Stop(f"{path} could not be written: {e.strerror}", Exit.INFRASTRUCTURE) from None
 

@@ -15,6 +15,7 @@ from .execute import DeviceAbsent, Runner, region_from_json
 from .judge import Judge
 from .nursery import WorkerError
 from .region import MASKS, Region
+from .rooted import Tree
 from .worker import Worker
 
 WIDTH = 100
@@ -44,12 +45,13 @@ class Session:
 
 
 @contextmanager
-def opened(target: str, options: Options, arch: str = "") -> Iterator[Session]:
+def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None = None) -> Iterator[Session]:
     """The session of a target; Stop says in one sentence why there is none. Its worker ends with it.
 
-    `arch` is an architecture to pretend, for what the target compiles (see offline).
+    `arch` is an architecture to pretend, for what the target compiles (see offline). `tree` is the source that the target is
+    loaded from, where it is a certain revision of a repository.
     """
-    runner = _runner(target, options, arch)
+    runner = _runner(target, options, arch, tree)
     try:
         declared = region_from_json(runner.info["supports"])
         region = narrowed(region_from_json(runner.info["expressible"]) or Region(), declared, options)
@@ -59,13 +61,14 @@ def opened(target: str, options: Options, arch: str = "") -> Iterator[Session]:
             runner.close()
 
 
-def _runner(target: str, options: Options, arch: str) -> Runner | Worker:
+def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runner | Worker:
     dialect, device, contract = options.dialect, options.device or "cpu", options.contract
     try:
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract)
-        return Worker(target, dialect=dialect, device=device, contract=contract, log=options.log, arch=arch)
+        log = options.log
+        return Worker(target, dialect=dialect, device=device, contract=contract, log=log, arch=arch, tree=tree)
     except DeviceAbsent as e:
         raise Stop(str(e), Exit.BLIND) from None
     except TargetError as e:

@@ -19,6 +19,7 @@ from .case import Case
 from .compiling import Compiled
 from .execute import DeviceAbsent, Execution
 from .nursery import START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
+from .rooted import Tree
 
 DEADLINE = 60.0
 COMPILE_SECONDS = 300.0
@@ -34,6 +35,7 @@ class Worker:
     """Runs cases of one target in a child that is replaced when it dies. Raises what Runner raises, and WorkerError.
 
     `log` is written ahead: a line that names the case, synced to disk, before it runs, another when it is done.
+    `tree` is the source that the target is loaded from, where it is not just what the module path finds.
     `history` holds the last cases of the present child: what may have led to a failure that a fresh child does not show.
     """
 
@@ -47,9 +49,11 @@ class Worker:
         log: Path | None = None,
         deadline: float = DEADLINE,
         arch: str = "",  # pretended, see offline
+        tree: Tree | None = None,
     ) -> None:
-        self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
+        self.arguments: dict[str, Any] = {"target": target, "dialect": dialect, "device": device, "contract": contract}
         self.arguments |= {"arch": arch} if arch else {}
+        self.arguments["tree"] = tree.to_json() if tree else None
         self.deadline = deadline
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target

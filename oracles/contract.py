@@ -196,6 +196,7 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
+    "default": Preset("what follows from dtype and device, whatever the target declares", lambda io, d: {}),
     "ieee": Preset(
         "float32 dots with IEEE operands and accumulation", lambda io, d: {"acc_k": 1.0, "dot_u": 0.0, "dot_rz": False}
     ),

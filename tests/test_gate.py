@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from flashproof.__main__ import run
+from flashproof.ci import comment
 from flashproof.fuzz import hunting
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.commands import Exit
@@ -157,3 +158,24 @@ def test_ctrl_c_during_the_saved_cases_keeps_what_was_seen(here, monkeypatch, ca
     assert gate("t.py:wrong_at_7", "t.py:right") == Exit.WRONG
     assert document(here)["corpus"]["cases"] == 1 and document(here)["target"] == "t.py:wrong_at_7"
     assert Region().refuses(Case(Lk=7)) == ""
+
+
+def test_a_saved_case_too_large_to_judge_is_told_before_anything_runs(here, capsys):
+    save(Record("t.py:right", Case(Lq=10**9, Lk=10**9)), here / "flashproof-corpus")
+    assert gate("t.py:right") == Exit.USAGE
+    assert "bytes to judge" in capsys.readouterr().err
+
+
+def test_a_device_that_is_required_and_absent_is_blind(here, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert gate("t.py:right", "--require-device", "cuda") == Exit.BLIND
+    assert "--require-device cuda: device cuda is not there" in capsys.readouterr().err
+    assert gate("t.py:right", "--require-device", "cuda", "--device", "cpu") == Exit.BLIND
+    assert gate("t.py:right", "--require-device", "cpu") == Exit.RIGHT
+
+
+def test_what_the_gate_writes_fits_its_schema(here):
+    assert gate("t.py:right", "nosuch", "--junit", "out.xml", "--comment", "out.md") == Exit.USAGE
+    assert comment.read(here / "out.json")["verdict"] == "error"
+    assert (here / "out.md").read_text().startswith(comment.MARKER)
+    assert 'errors="1"' in (here / "out.xml").read_text()

@@ -8,11 +8,11 @@ import traceback
 
 import click
 
-from .ci import gate, warm
+from .ci import bisect, gate, warm
 from .fuzz import cli
 from .fuzz.commands import Exit, Stop, flashproof
 
-MODULES = (cli, gate, warm)
+MODULES = (cli, gate, bisect, warm)
 """Importing them registered their commands."""
 
 
