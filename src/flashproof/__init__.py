@@ -9,11 +9,12 @@ from .compat import check as _refuse_versions_that_cannot_work
 
 if TYPE_CHECKING:
     from .fuzz.api import CheckFailed, Refuse, cases, check
+    from .fuzz.capture import capture
     from .fuzz.case import Case
     from .fuzz.region import Region
 
 __version__ = "0.1.0"
-__all__ = ["Case", "CheckFailed", "Refuse", "Region", "cases", "check"]
+__all__ = ["Case", "CheckFailed", "Refuse", "Region", "capture", "cases", "check"]
 
 _refuse_versions_that_cannot_work()
 
@@ -23,6 +24,7 @@ _HOME = {
     "CheckFailed": "fuzz.api",
     "Refuse": "fuzz.api",
     "Region": "fuzz.region",
+    "capture": "fuzz.capture",
     "cases": "fuzz.api",
     "check": "fuzz.api",
 }
