@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ SAY_NOTHING = frozenset({
     *CUMULATIVE[0], *CUMULATIVE[1],
 })  # fmt: skip
 """Parameters that change no answer, or that are read elsewhere."""
+BUILTINS = (torch.nn.functional.scaled_dot_product_attention,)
+"""Callables without a signature whose dialect is known; in a tuple, where a capture does not replace them."""
 MOST_MASK = 1 << 26
 """Elements of a dense mask that is looked at: 8192 x 8192."""
 
@@ -49,8 +52,10 @@ class Source:
         """The source; ValueError in the words of `recognise` where the parameters do not tell how it is called."""
         sig = signature(fn)
         if sig is None:
-            if fn is not torch.nn.functional.scaled_dot_product_attention and not dialect:
-                raise ValueError("a callable without a signature must be wrapped in a function that names its parameters")
+            if fn not in BUILTINS and not dialect:
+                raise ValueError(
+                    "a callable without a signature must be wrapped in a function that names its parameters"
+                )
             binding = recognise(fn, dialect or "sdpa")
             return cls(fn, name, binding, ("q", "k", "v", *binding.bound), None, packed=False)
         names = tuple(sig.parameters)
@@ -159,7 +164,9 @@ def _say_what_is_unknown(source: Source, given: Mapping[str, Any]) -> None:
             continue
         default = source.default(name)
         if value is not default and (isinstance(value, Tensor) or value != default):
-            raise CannotExpressError(f"the argument {name} of {source.name} has no place in a case, got {_short(value)}")
+            raise CannotExpressError(
+                f"the argument {name} of {source.name} has no place in a case, got {_short(value)}"
+            )
 
 
 def _short(value: Any) -> str:
@@ -171,7 +178,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     _, Hkv, Lk, _ = k.shape
     if k.shape[0] != B or v.shape[:3] != k.shape[:3] or k.shape[3] != D:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise CannotExpressError(f"q, k and v must agree in batch and widths, k and v in heads and length, got {shapes}")
+        raise CannotExpressError(
+            f"q, k and v must agree in batch and widths, k and v in heads and length, got {shapes}"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise CannotExpressError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     return {"B": B, "Hq": Hq, "Hkv": Hkv, "Lq": Lq, "Lk": Lk, "D": D, "Dv": v.shape[3]}
@@ -217,7 +226,8 @@ def _flags(source: Source, given: Mapping[str, Any]) -> Mask:
     window = value("window")
     if window is None or tuple(window) == (-1, -1):
         return mask
-    return mask & Window(*(int(n) for n in window), row.align)
+    left, right = (int(n) for n in window)
+    return mask & Window(left, right, row.align)
 
 
 def _mask(
@@ -332,7 +342,9 @@ def _packed(source: Source, given: Mapping[str, Any], facts: Mapping[str, Any]) 
     if "packed" in masks.KINDS:
         return _as_packed(q, k, flags)
     if q != k or (flags != Full() and not isinstance(flags, Causal)):
-        raise CannotExpressError("sequences of queries and keys with different lengths, or with a window, have no mask kind")
+        raise CannotExpressError(
+            "sequences of queries and keys with different lengths, or with a window, have no mask kind"
+        )
     return Document(q) & Causal() if flags != Full() else Document(q)
 
 
@@ -348,7 +360,7 @@ def _lengths(source: Source, given: Mapping[str, Any], names: tuple[str, ...]) -
     if ends is None:
         raise CannotExpressError(f"{source.name} must be given {' or '.join(names)}, got None")
     ends = [int(n) for n in torch.as_tensor(ends).tolist()]
-    return tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(ends))
 
 
 def _layouts(tensors: Mapping[str, Tensor], notes: list[str]) -> dict[str, str]:

@@ -15,14 +15,19 @@ import torch
 
 from .called import CannotExpressError, Source
 from .patched import CaptureError, Patched, found, named
-from .recorded import Recorded, token
+from .recorded import Recorded, family, token
 from .written import Folder, table
 
-DEFAULTS = ("torch.nn.functional:scaled_dot_product_attention", "flash_attn:flash_attn_func", "flash_attn:flash_attn_varlen_func")
+DEFAULTS = (
+    "torch.nn.functional:scaled_dot_product_attention",
+    "flash_attn:flash_attn_func",
+    "flash_attn:flash_attn_varlen_func",
+)
 """What is recorded when no target is named; those that are not installed are left out."""
 LIMIT = 256
 FIRST_LENGTHS = 16
 """Of calls that differ in lengths alone this many are recorded, then only the 32nd, the 64th, ...: a decoded token is one length."""
+TRACED = "calls were traced by torch.compile; its graphs run without the function, so they are not recorded"
 MOST_BYTES = 64 << 20
 
 _ACTIVE: list[capture] = []
@@ -62,6 +67,7 @@ class capture:  # noqa: N801 (called like a function)
         self.skipped: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.lengths: Counter[Any] = Counter()
+        self._compiled: dict[str, bool] = {}
         self._known: dict[Any, Recorded | str] = {}
         self._patched = Patched()
         self._sources: dict[int, Source] = {}
@@ -72,7 +78,9 @@ class capture:  # noqa: N801 (called like a function)
         with _LOCK:
             for other in _ACTIVE:
                 if other.folder.path.resolve() == self.folder.path.resolve():
-                    raise CaptureError(f"{self.folder.path} must be the folder of one capture at a time, got a second one inside it")
+                    raise CaptureError(
+                        f"{self.folder.path} must be the folder of one capture at a time, got a second one inside it"
+                    )
             self.folder.make()
             try:
                 for name, fn in self._resolved():
@@ -108,7 +116,8 @@ class capture:  # noqa: N801 (called like a function)
 
     def summary(self) -> str:
         """A table of the recorded structures with their counts, then what was not recorded and why."""
-        return table(self.recorded.values(), self.folder.path, self.inexpressible, self.skipped, self.notes)
+        told = [*self.notes, *self._compiled]
+        return table(self.recorded.values(), self.folder.path, self.inexpressible, self.skipped, told)
 
     @staticmethod
     def wrap(fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
@@ -120,7 +129,7 @@ class capture:  # noqa: N801 (called like a function)
             if not _ACTIVE or torch.compiler.is_compiling():
                 return fn(*args, **kwargs)
             call = fn
-            for log in list(_ACTIVE):
+            for log in _ACTIVE:
                 call = functools.partial(log._call, call, source)  # noqa: SLF001 (the class's own)
             return call(*args, **kwargs)
 
@@ -135,11 +144,12 @@ class capture:  # noqa: N801 (called like a function)
     def _wrapper(self, fn: Callable[..., Any], inner: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What stands in a module in place of `inner`, which is `fn` or another capture's wrapper of it."""
         source = _source(fn, name)
-        call = self._call
+        call, compiled = self._call, self._compiled
 
         @functools.wraps(inner)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                compiled[TRACED] = True
                 return inner(*args, **kwargs)
             return call(inner, source, *args, **kwargs)
 
@@ -185,6 +195,8 @@ class capture:  # noqa: N801 (called like a function)
         if first is None and (len(self.recorded) >= self.limit or len(self._known) >= 4 * self.limit):
             self.skipped[f"more than {self.limit} structures (limit)"] += 1
             return None
+        if first is None and self._enough_lengths(family(source, args, kwargs)):
+            return None
         try:
             new = Recorded.of(source, args, kwargs, tensors=self.tensors, max_bytes=self.max_bytes)
         except CannotExpressError as e:
@@ -197,8 +209,6 @@ class capture:  # noqa: N801 (called like a function)
             same.count += 1
             self._known.setdefault(key, same)
             return None
-        if first is None and self._enough_lengths(new):
-            return None
         if len(self.recorded) >= self.limit:
             self.skipped[f"more than {self.limit} structures (limit)"] += 1
             return None
@@ -206,10 +216,10 @@ class capture:  # noqa: N801 (called like a function)
         self._known.setdefault(key, new)
         return new
 
-    def _enough_lengths(self, new: Recorded) -> bool:
-        """Whether calls of these sizes but for their lengths were recorded often enough."""
-        self.lengths[new.family] += 1
-        n = self.lengths[new.family]
+    def _enough_lengths(self, same: Any) -> bool:
+        """Whether calls that differ in lengths alone were recorded often enough."""
+        self.lengths[same] += 1
+        n = self.lengths[same]
         if n <= FIRST_LENGTHS or n & (n - 1) == 0:
             return False
         self.skipped["further lengths of calls that are recorded"] += 1
@@ -240,4 +250,4 @@ def _not_now(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *kwargs.values()))
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph was being captured"
-    return "inside torch.jit tracing" if torch.jit.is_tracing() else ""
+    return "inside torch.jit.trace" if torch._C._get_tracing_state() is not None else ""  # noqa: SLF001 (what is_tracing asks)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from .answers import kept_answer
 from .case import Case
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, load
@@ -21,6 +22,7 @@ from .masks import Causal
 from .outcome import KNOWN_OF_TARGET, FailedCase, Outcome, write_json
 from .repro import script
 from .session import Session, header, opened, resolved_lines
+from .stored import answer_file
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 from .words import sentence
 
@@ -101,6 +103,13 @@ WORDS = {
 }
 
 
+SAVE_TENSORS = click.option(
+    "--save-tensors",
+    is_flag=True,
+    help="Write got, want and limit of wrong tensors beside the case file, as safetensors.",
+)
+
+
 @flashproof.command()
 @click.argument("target")
 @takes_options
@@ -114,6 +123,7 @@ WORDS = {
 )
 @SEED
 @SAVE
+@SAVE_TENSORS
 @JSON
 def fuzz(
     target: str,
@@ -122,6 +132,7 @@ def fuzz(
     seconds: float | None,
     seed: int,
     save: Path,
+    save_tensors: bool,
     json_file: Path | None,
 ) -> Exit:
     """Hunt for cases that TARGET gets wrong; print the smallest of each kind and the line that replays it.
@@ -133,6 +144,9 @@ def fuzz(
     with opened(target, options) as session:
         _say(header(session))
         outcome = hunted(session, Budget(examples, seconds, seed), save)
+        if save_tensors:
+            for failed in outcome.failures:
+                _answer(session, session.judge.check(failed.case, thorough=True, explain=False), failed.path)
     _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
     write_json(json_file, [outcome])
     return outcome.code
@@ -144,15 +158,16 @@ def fuzz(
     "--target", default="", metavar="TARGET", help="Run the cases on this target instead of the one that failed."
 )
 @takes_options
+@SAVE_TENSORS
 @JSON
-def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Path | None) -> Exit:
+def replay(paths: tuple[Path, ...], target: str, options: Options, save_tensors: bool, json_file: Path | None) -> Exit:
     """Run saved cases again; FILE is a case file or a folder of them.
 
     Example: flashproof replay failures/3f2a91bc.json --target other:attention
     """
     outcomes = []
     for (name, how), group in groupby(_records(paths, target, options), key=lambda r: r[:2]):
-        outcomes.append(_replayed(name, how, [r[2:] for r in group]))
+        outcomes.append(_replayed(name, how, [r[2:] for r in group], save_tensors))
         click.echo(f"{_counts(outcomes[-1])}\n")
         if outcomes[-1].interrupted:
             break
@@ -160,7 +175,9 @@ def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Pa
     return worst(o.code for o in outcomes)
 
 
-def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]]) -> Outcome:
+def _replayed(
+    target: str, options: Options, saved: Sequence[tuple[Path, Record]], save_tensors: bool = False
+) -> Outcome:
     """Run saved cases on one target, a line each; Ctrl-C ends it with what was seen so far."""
     outcome, started = Outcome(target), time.monotonic()
     with opened(target, options) as session:
@@ -169,13 +186,26 @@ def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]
         try:
             for path, record in saved:
                 click.echo(str(path))
-                _told(outcome, rerun(session, record), path)
+                verdict = rerun(session, record)
+                _told(outcome, verdict, path)
+                if save_tensors:
+                    _answer(session, verdict, path, record.tensors)
         except KeyboardInterrupt:
             outcome.interrupted = True
             outcome.problems.append(f"interrupted after {outcome.cases} of {len(saved)} cases")
             click.echo(outcome.problems[-1], err=True)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def _answer(session: Session, verdict: Verdict, path: Path | None, tensors: Path | None = None) -> None:
+    """Write what a failing target answered beside its case file, and say where."""
+    try:
+        written = kept_answer(session, verdict, path, tensors) if path and verdict.failures else None
+    except OSError as e:
+        raise Stop(f"{answer_file(path or Path())} could not be written: {e.strerror}", Exit.INFRASTRUCTURE) from None
+    if written:
+        click.echo(f"    tensors  {written}")
 
 
 def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple[str, Options, Path, Record]]:

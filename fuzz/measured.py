@@ -9,7 +9,21 @@ from torch import Tensor
 
 SAMPLE = 1 << 18
 """Elements of a tensor that are looked at, spread over it; that all are finite is told of every one."""
-NAMES = ("mean", "std", "largest", "least", "most", "zeros", "nan", "inf", "finite", "channels", "rows", "same_rows", "norm")
+NAMES = (
+    "mean",
+    "std",
+    "largest",
+    "least",
+    "most",
+    "zeros",
+    "nan",
+    "inf",
+    "finite",
+    "channels",
+    "rows",
+    "same_rows",
+    "norm",
+)
 Statistics = dict[str, float]
 
 
@@ -17,7 +31,7 @@ def measure(x: Tensor) -> Tensor | None:
     """The numbers called NAMES of a (B, H, L, D) tensor, as a float32 vector on its device; None of an empty tensor.
 
     channels: the root mean square of the largest channel over that of the mean one; rows: of the largest row over the
-    smallest that is not zero; same_rows: the largest difference of a row from the first; norm: the largest row's.
+    smallest that is not zero; same_rows: the largest difference of a row from the first (-1 of a single row); norm: the largest row's.
     """
     if not x.numel():
         return None
@@ -33,7 +47,7 @@ def measure(x: Tensor) -> Tensor | None:
         clean.mean(), clean.std(correction=0), largest, clean.amin(), clean.amax(), (s == 0).float().mean(),
         torch.isnan(s).float().sum(), torch.isinf(s).float().sum(), torch.isfinite(x.sum(dtype=torch.float32)).float(),
         torch.where(largest > 0, channel.amax() / channel.mean(), one), torch.where(largest > 0, row.amax() / smallest, one),
-        (clean - clean[:, :, :1]).abs().amax(), row.amax() * x.shape[3] ** 0.5,
+        (clean - clean[:, :, :1]).abs().amax() if x.shape[2] > 1 else -one, row.amax() * x.shape[3] ** 0.5,
     )  # fmt: skip
     return torch.stack(numbers)
 
@@ -59,7 +73,7 @@ def regime(of: Mapping[str, Statistics], scale: float, dtype: torch.dtype, maske
         return "normal"
     if any(not s["finite"] for s in known):
         return "nonfinite_masked" if masked else "nonfinite"
-    if all(s["same_rows"] == 0 for s in known):
+    if len(known) == 3 and known[1]["same_rows"] == 0 and known[0]["same_rows"] <= 0:
         return "constant"
     return _of_scores(of, scale) or _of_spread(known, dtype) or "normal"
 
@@ -81,7 +95,10 @@ def _of_scores(of: Mapping[str, Statistics], scale: float) -> str:
 def _of_spread(known: list[Statistics], dtype: torch.dtype) -> str:
     """What the distribution of single numbers says."""
     largest = max(s["largest"] for s in known)
-    if largest < 16 * torch.finfo(dtype).smallest_normal or known[-1]["largest"] < 16 * torch.finfo(dtype).smallest_normal:
+    if (
+        largest < 16 * torch.finfo(dtype).smallest_normal
+        or known[-1]["largest"] < 16 * torch.finfo(dtype).smallest_normal
+    ):
         return "subnormal"
     if largest < 2.0**-6:
         return "tiny"

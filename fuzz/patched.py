@@ -92,7 +92,7 @@ class Patched:
 def _holders(fn: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
     """(module, attribute, what it holds) wherever that is the callable or a capture's wrapper of it."""
     out = []
-    for module in list(sys.modules.values()):
+    for module in {id(m): m for m in list(sys.modules.values())}.values():  # some are there under two names
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict):
             continue

@@ -22,14 +22,14 @@ def mask_of(keep: Tensor, sizes: Sizes) -> Mask | None:
         return Full()
     if keep.shape[1] > 1:
         return None
-    padding = _padding(keep.any(2)[:, 0])
+    padding = _padding(keep.any(2)[:, 0].expand(-1, sizes[3]))
     if keep.shape[2] == 1:
-        return padding if padding is not None and _same(padding, keep, sizes) else None
+        return padding if _same(padding, keep, sizes) else None
     fullest = keep[:, 0].flatten(1).sum(1).argmax()
     plane = keep[fullest, 0].expand(-1, sizes[3])
     for rows in _of_rows(plane, sizes):
-        for mask in (rows, *([rows & padding] if padding not in (None, Full()) else [])):
-            if mask is not None and _same(mask, keep, sizes):
+        for mask in (rows, rows & padding):
+            if _same(mask, keep, sizes):
                 return mask
     return None
 
@@ -63,10 +63,8 @@ def _same(mask: Mask, keep: Tensor, sizes: Sizes) -> bool:
     return bool((mask.dense(*sizes) == keep).all())
 
 
-def _padding(columns: Tensor) -> Mask | None:
+def _padding(columns: Tensor) -> Mask:
     """Keys at the end, at the start or on both sides of each batch are left out; columns bool (B or 1, Lk)."""
-    if columns.shape[1] <= 1:
-        return Full() if bool(columns.all()) else Padding((0,))
     counts = columns.sum(1)
     first = columns.int().argmax(1)
     ends = torch.where(counts > 0, first + counts, 0)
@@ -87,7 +85,7 @@ def _of_rows(plane: Tensor, sizes: Sizes) -> Iterator[Mask]:
     leading = int(plane[0].int().cumprod(0).sum())
     for align in ALIGNMENTS:
         yield Prefix(leading, align)
-    yield from _documents(low, live, Lq)
+    yield from _documents(low, live)
 
 
 def _windows(low: Tensor, high: Tensor, live: Tensor, Lq: int, Lk: int) -> Iterator[Mask]:
@@ -100,22 +98,25 @@ def _windows(low: Tensor, high: Tensor, live: Tensor, Lq: int, Lk: int) -> Itera
         at = i + (Lk - Lq if align == "bottom_right" else 0)
         left = (at - low)[live & (low > least)]
         right = (high - at)[live & (high < most)]
-        sides = [int(x.max()) if x.numel() else -1 for x in (left, right)]
-        if min(sides) >= -1 and sides != [-1, -1]:
-            yield Window(*sides, align)
+        before, after = (int(x.max()) if x.numel() else -1 for x in (left, right))
+        if min(before, after) >= -1 and (before, after) != (-1, -1):
+            yield Window(before, after, align)
 
 
-def _documents(low: Tensor, live: Tensor, Lq: int) -> Iterator[Mask]:
-    """Documents that begin where the first key of a row changes; causal inside; the same without their first, open one."""
+def _documents(low: Tensor, live: Tensor) -> Iterator[Mask]:
+    """Documents that begin where the first key of a row changes; the same, causal."""
     if not bool(live.all()):
         return
     lengths = tuple(torch.unique_consecutive(low, return_counts=True)[1].tolist())
     if 1 < len(lengths) <= MOST_DOCUMENTS:
-        yield Document(lengths)
-        yield Document(lengths) & Causal()
+        for some in (lengths, lengths[:-1]):  # the second where keys go on after the last query
+            yield Document(some)
+            yield Document(some) & Causal()
 
 
-def layout_of(shape: Sizes, strides: Sequence[int], *, misaligned: bool = False, shared: bool = False) -> tuple[str, bool]:
+def layout_of(
+    shape: Sizes, strides: Sequence[int], *, misaligned: bool = False, shared: bool = False
+) -> tuple[str, bool]:
     """(the layout's name, whether its strides are these) of a (B, H, L, D) tensor.
 
     `misaligned`: its first element does not lie on 16 bytes. `shared`: another of q, k and v lies in the same storage.

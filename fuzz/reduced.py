@@ -10,8 +10,8 @@ from .case import Case
 from .masks import Mask
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
 
-MOST_BYTES = MAX_ORACLE_BYTES // 4
-"""Of the memory that judging a reduced case takes: well below what a case file may ask for, so that a folder replays fast."""
+MOST_BYTES = MAX_ORACLE_BYTES // 2
+"""Of the memory that judging a reduced case takes: below what a case file may ask for, so that a folder replays fast."""
 TILE = 128
 OF_LENGTH = {"lengths", "lengths_q", "lengths_k", "length", "left", "right"}
 """Fields of masks that count queries or keys."""
@@ -31,7 +31,7 @@ def _smaller(case: Case, parts: int) -> Case | None:
     """At most two batches and groups, and one in `parts` of the tiles; None once no length holds a tile to take away."""
     if parts > 2 * max(case.Lq, case.Lk, 1):
         return None
-    batches, groups = (2, 2) if parts < 8 else (1, 1)  # two show what a wrong stride does
+    batches, groups = (2, 2) if parts < 8 else (2, 1) if parts < 32 else (1, 1)  # two show what a wrong stride does
     Hkv = min(case.Hkv, groups)
     sizes: dict[str, Any] = {"B": min(case.B, batches), "Hkv": Hkv, "Hq": Hkv * case.G}
 

@@ -40,7 +40,9 @@ class Kept(Mask):
         return "".join(a for a, n in zip("bhqk", self.table.shape, strict=True) if n > 1)
 
     def keep(self, at: Grid) -> Tensor:
-        index = [x if n > 1 else torch.zeros_like(x) for x, n in zip((at.b, at.h, at.i, at.j), self.table.shape, strict=True)]
+        index = [
+            x if n > 1 else torch.zeros_like(x) for x, n in zip((at.b, at.h, at.i, at.j), self.table.shape, strict=True)
+        ]
         return self.table.to(at.i.device)[tuple(index)]
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +112,9 @@ def _checked(path: Path, name: str, x: Tensor, shape: tuple[int, ...], dtype: to
     ones = name in ("keep", "bias")
     fits = len(x.shape) == len(shape) and all(n == m or (ones and n == 1) for n, m in zip(x.shape, shape, strict=True))
     if not fits or x.dtype is not dtype:
-        raise CorpusError(f"{path} must hold {name} as {dtype} of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}")
+        raise CorpusError(
+            f"{path} must hold {name} as {dtype} of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}"
+        )
     return x
 
 
@@ -142,7 +146,9 @@ def answer_file(path: Path) -> Path:
     return path.with_suffix(".answer.safetensors")
 
 
-def save_answer(path: Path, made: Inputs, outputs: Mapping[str, Tensor], names: set[str], contract: Contract) -> Path | None:
+def save_answer(
+    path: Path, made: Inputs, outputs: Mapping[str, Tensor], names: set[str], contract: Contract
+) -> Path | None:
     """Write got, want and limit of the named outputs beside the case file; None where there is nothing to write."""
     from ..oracles.exact import Problem, Reference
     from ..oracles.limits import limits
@@ -155,7 +161,7 @@ def save_answer(path: Path, made: Inputs, outputs: Mapping[str, Tensor], names: 
         clean, _ = separate(Problem.of(made), contract)
         reference = Reference(clean)
         allowed = limits(reference, contract, backward=bool(names - {"o", "lse"})).b
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for n in sorted(names):
             want = torch.from_numpy(np.ascontiguousarray(reference.arrays[n]))
             limit = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(allowed[n], want.shape)))

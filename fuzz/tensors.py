@@ -63,7 +63,7 @@ class Inputs:
     dropout_keep: Tensor | None = None
     guards: bool = True
     blocks: list[Guarded] = field(default_factory=list)
-    stored: bool = False  # values of a real call, which may have ties or structure
+    stored: bool = field(default=False, init=False)  # values of a real call, which may have ties or structure
     _dense: Tensor | None = None
 
     def attn_mask(self, causal_apart: bool = False) -> Tensor | None:

@@ -53,7 +53,14 @@ class Folder:
         tensors = _corner(one.copies, case)
         data = stored.packed(tensors, one.strides) if tensors else b""
         captured = self._captured(one, whole, case) | ({"digest": stored.digest(data)} if data else {})
-        record = Record(one.source.name, case, one.source.binding.dialect, one.device, environment=_environment(one), captured=captured)
+        record = Record(
+            one.source.name,
+            case,
+            one.source.binding.dialect,
+            one.device,
+            environment=_environment(one),
+            captured=captured,
+        )
         path = self.path / record.name
         self._move(one, path)
         if data:
@@ -129,7 +136,7 @@ def _environment(one: Recorded) -> dict[str, Any]:
 
 
 def table(
-    recorded: Iterable[Recorded], folder: Path, inexpressible: Counter[str], skipped: Counter[str], notes: Counter[str]
+    recorded: Iterable[Recorded], folder: Path, inexpressible: Counter[str], skipped: Counter[str], notes: Iterable[str]
 ) -> str:
     """A line for each structure, the most frequent first; then the calls that are not recorded, each with its reason."""
     rows = sorted(recorded, key=lambda r: -r.count)
