@@ -56,7 +56,7 @@ class Source:
                 raise ValueError(
                     "a callable without a signature must be wrapped in a function that names its parameters"
                 )
-            binding = recognise(fn, dialect or "sdpa")
+            binding = recognise(fn, "sdpa" if fn in BUILTINS else dialect)
             return cls(fn, name, binding, ("q", "k", "v", *binding.bound), None, packed=False)
         names = tuple(sig.parameters)
         if takes_q_k_v(fn) and any(n in names for n in CUMULATIVE[0]):

@@ -40,6 +40,7 @@ class capture:  # noqa: N801 (called like a function)
     `targets` are callables, or "package.module:attr"; by default scaled_dot_product_attention and flash_attn's functions.
     `tensors` stores q, k, v, a dense mask and grad_output of the first call of each structure too, if they are at most
     `max_bytes`. At most `limit` structures are recorded. `quiet` prints no summary at exit.
+    `dialect` names the signature of targets whose parameters do not decide it.
 
     What is called, and what it returns, is left alone: an error in here is counted and told at the end. CaptureError before
     anything runs: a target that does not exist, a folder that cannot be written.
@@ -54,6 +55,7 @@ class capture:  # noqa: N801 (called like a function)
         limit: int = LIMIT,
         max_bytes: int = MOST_BYTES,
         quiet: bool = False,
+        dialect: str = "",
     ) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise CaptureError(f"limit must be an integer >= 1, got limit={limit!r}")
@@ -62,6 +64,7 @@ class capture:  # noqa: N801 (called like a function)
         self.folder = Folder(Path(folder))
         self.targets = None if targets is None else list(targets)
         self.tensors, self.limit, self.max_bytes, self.quiet = tensors, limit, max_bytes, quiet
+        self.dialect = dialect
         self.recorded: dict[Any, Recorded] = {}
         self.inexpressible: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
@@ -120,9 +123,9 @@ class capture:  # noqa: N801 (called like a function)
         return table(self.recorded.values(), self.folder.path, self.inexpressible, self.skipped, told)
 
     @staticmethod
-    def wrap(fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    def wrap(fn: Callable[..., Any], name: str = "", dialect: str = "") -> Callable[..., Any]:
         """The callable, recorded by every capture that is open while it is called: for one that no module holds by a name."""
-        source = _source(fn, name or named(fn))
+        source = _source(fn, name or named(fn), dialect)
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +146,7 @@ class capture:  # noqa: N801 (called like a function)
 
     def _wrapper(self, fn: Callable[..., Any], inner: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What stands in a module in place of `inner`, which is `fn` or another capture's wrapper of it."""
-        source = _source(fn, name)
+        source = _source(fn, name, self.dialect)
         call, compiled = self._call, self._compiled
 
         @functools.wraps(inner)
@@ -229,11 +232,12 @@ class capture:  # noqa: N801 (called like a function)
         self.notes[f"the recorder failed: {type(error).__name__}: {error}"] += 1
 
 
-def _source(fn: Callable[..., Any], name: str) -> Source:
+def _source(fn: Callable[..., Any], name: str, dialect: str) -> Source:
     try:
-        return Source.of(fn, name)
+        return Source.of(fn, name, dialect)
     except ValueError as e:
-        raise CaptureError(f"target {name} cannot be recorded: {e}") from None
+        reason = str(e).replace("with --dialect", "with dialect=")
+        raise CaptureError(f"target {name} cannot be recorded: {reason}") from None
 
 
 def _installed(target: str) -> bool:

@@ -163,8 +163,8 @@ def save_answer(
         allowed = limits(reference, contract, backward=bool(names - {"o", "lse"})).b
         tensors: dict[str, Tensor] = {}
         for n in sorted(names):
-            want = torch.from_numpy(np.ascontiguousarray(reference.arrays[n]))
-            limit = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(allowed[n], want.shape)))
+            want = torch.from_numpy(reference.arrays[n].copy())
+            limit = torch.from_numpy(np.broadcast_to(allowed[n], want.shape).copy())
             tensors |= {f"{n}.got": outputs[n], f"{n}.want": want, f"{n}.limit": limit}
     write_whole(answer_file(path), packed(tensors))
     return answer_file(path)

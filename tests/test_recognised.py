@@ -141,4 +141,5 @@ def test_keywords_of_the_flash_attn_dialect_become_the_case():
         source, (X, X, X), {"causal": True, "window_size": (3, -1), "scale": 0.5, "softcap": 30}, grad=False
     ).case
     mask = Causal("bottom_right") & Window(3, -1, "bottom_right")
-    assert case == Case(2, 4, 4, 5, 5, 8, 8, mask=mask, scale=0.5, softcap=30, requires_grad="", **dict.fromkeys(("layout_q", "layout_k", "layout_v"), "blhd"))  # fmt: skip
+    where = dict.fromkeys(("layout_q", "layout_k", "layout_v"), "blhd")
+    assert case == Case(2, 4, 4, 5, 5, 8, 8, mask=mask, scale=0.5, softcap=30, requires_grad="", **where)
