@@ -18,7 +18,10 @@ from .case import Case
 from .masks import Causal, Document, Full, Mask, Window
 from .recognised import Sizes, compact, layout_of, mask_of, nearest
 
-CUMULATIVE = (("cu_seqlens_q", "cu_seqlens"), ("cu_seqlens_k", "cu_seqlens"))
+CUMULATIVE = (
+    ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"),
+    ("cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens", "cu_seq_k"),
+)
 """Names of the tensors that hold where packed sequences begin, of queries and of keys."""
 SAY_NOTHING = frozenset({
     "deterministic", "return_attn_probs", "return_lse", "return_softmax_lse", "max_seqlen", "max_seqlen_q", "max_seqlen_k",
@@ -26,6 +29,8 @@ SAY_NOTHING = frozenset({
     *CUMULATIVE[0], *CUMULATIVE[1],
 })  # fmt: skip
 """Parameters that change no answer, or that are read elsewhere."""
+READ = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout", "seed", "lse", "gqa")
+"""Keywords of a dialect that a case says."""
 BUILTINS = (torch.nn.functional.scaled_dot_product_attention,)
 """Callables without a signature whose dialect is known; in a tuple, where a capture does not replace them."""
 MOST_MASK = 1 << 26
@@ -60,6 +65,8 @@ class Source:
             return cls(fn, name, binding, ("q", "k", "v", *binding.bound), None, packed=False)
         names = tuple(sig.parameters)
         if takes_q_k_v(fn) and any(n in names for n in CUMULATIVE[0]):
+            if "flash_attn_varlen" in DIALECTS:
+                return cls(fn, name, recognise(fn, "flash_attn_varlen"), names, sig, packed=True)
             row = DIALECTS["flash_attn"]
             bound = tuple(n for accepted in row.keywords.values() for n in accepted if n in names)
             return cls(fn, name, Binding("flash_attn", bound, (), returns_lse=False), names, sig, packed=True)
@@ -158,7 +165,7 @@ def _wrapped(x: Tensor) -> bool:
 
 def _say_what_is_unknown(source: Source, given: Mapping[str, Any]) -> None:
     """CannotExpressError for an argument that says something and that no field of a case says."""
-    known = {"q", "k", "v", *source.binding.bound, *SAY_NOTHING}
+    known = {"q", "k", "v", *(source.binding.name(keyword) for keyword in READ), *SAY_NOTHING}
     for name, value in given.items():
         if name in known or value is None or value is False:
             continue

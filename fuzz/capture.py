@@ -15,7 +15,7 @@ import torch
 
 from .called import CannotExpressError, Source
 from .patched import CaptureError, Patched, found, named
-from .recorded import Recorded, family, token
+from .recorded import Recorded, family, surroundings, token
 from .written import Folder, table
 
 DEFAULTS = (
@@ -176,7 +176,7 @@ class capture:  # noqa: N801 (called like a function)
 
     def _seen(self, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded | None:
         """Count the call; what is to be filled in, if its structure is new."""
-        key = (source.name, torch.is_grad_enabled(), *map(token, args), *((n, token(x)) for n, x in kwargs.items()))
+        key = (source.name, surroundings(), *map(token, args), *((n, token(x)) for n, x in kwargs.items()))
         known = self._known.get(key)
         if isinstance(known, str):
             self.inexpressible[known] += 1

@@ -7,11 +7,14 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 Wrapper = Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
 """(the callable, what a module holds in its place now) -> what it is to hold."""
-MARK = "__flashproof_records__"
+_REPLACED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The wrappers of captures that are open or were, with what each replaced."""
 
 
 class CaptureError(Exception):
@@ -50,8 +53,8 @@ def named(fn: Callable[..., Any]) -> str:
 
 def original(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The callable behind the wrappers of captures."""
-    while MARK in getattr(fn, "__dict__", {}):
-        fn = getattr(fn, MARK)
+    while type(fn) is FunctionType and fn in _REPLACED:
+        fn = _REPLACED[fn]
     return fn
 
 
@@ -64,11 +67,16 @@ class Patched:
     def add(self, fn: Callable[..., Any], wrapper: Wrapper) -> None:
         """Replace a callable in every module that holds it under any name; CaptureError if none does."""
         fn = original(fn)
+        if not isinstance(fn, FunctionType | BuiltinFunctionType):
+            raise CaptureError(
+                f"target {named(fn)} must be a function to be replaced, got {type(fn).__name__}; wrap what is called: "
+                f"x.forward = flashproof.capture.wrap(x.forward)"
+            )
         made: dict[int, Any] = {}
         for owner, name, held in _holders(fn):
             if id(held) not in made:
                 made[id(held)] = wrapper(fn, held)
-                setattr(made[id(held)], MARK, held)
+                _REPLACED[made[id(held)]] = held
             setattr(owner, name, made[id(held)])
             self._places.append((owner, name, held, made[id(held)]))
         if not made:
@@ -97,9 +105,6 @@ def _holders(fn: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
         if not isinstance(names, dict):
             continue
         for name, held in list(names.items()):
-            if held is fn or (type(held) is _FUNCTION and MARK in held.__dict__ and original(held) is fn):
+            if held is fn or (type(held) is FunctionType and original(held) is fn):
                 out.append((module, name, held))
     return out
-
-
-_FUNCTION = type(named)

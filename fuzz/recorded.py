@@ -26,7 +26,9 @@ _SCALARS = (int, float, str, bool, type(None))
 def token(x: Any) -> Any:
     """What of an argument makes the structure of a call: of a tensor everything but its numbers."""
     if isinstance(x, Tensor):
-        return (x.shape, x.stride(), x.dtype, x.requires_grad, x.device.type)
+        if x.is_nested:  # it has no shape
+            return type(x), x.requires_grad
+        return (type(x), x.layout, x.shape, x.stride(), x.dtype, x.requires_grad, x.device.type)
     if isinstance(x, _SCALARS):
         return x
     return x if isinstance(x, tuple) and all(isinstance(y, _SCALARS) for y in x) else type(x)
@@ -38,12 +40,19 @@ def family(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     heads = -2 if inside else -3
 
     def rough(n: object, x: Any) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.is_nested:
             return n, token(x)
         sizes = (x.shape[:-3], x.shape[heads], x.shape[-1]) if n in Q_K_V and x.dim() >= 3 else ()
         return n, x.dtype, x.requires_grad, x.dim(), sizes
 
-    return source.name, torch.is_grad_enabled(), *(rough(n, x) for n, x in (*enumerate(args), *kwargs.items()))
+    return source.name, surroundings(), *(rough(n, x) for n, x in (*enumerate(args), *kwargs.items()))
+
+
+def surroundings() -> Any:
+    """What around a call makes its structure: gradients, autocast, a transform of torch.func."""
+    cpu, gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    cast = (torch.get_autocast_dtype("cuda" if gpu else "cpu"), cpu, gpu) if cpu or gpu else None
+    return torch.is_grad_enabled(), cast, torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 (no public way)
 
 
 @contextmanager

@@ -122,9 +122,8 @@ def test_packed_sequences_are_recorded_with_their_lengths(capture, folder):
     with capture([varlen]):
         varlen(q, k, v, ends, ends, 6, 6, causal=True)
         varlen(q, k, v, ends, torch.tensor([0, 6, 7, 12]), 6, 6)
-    found = cases(folder)[0]
     dense = (Document((5, 1, 6)) & Causal()).dense(1, 2, 12, 12)
-    assert torch.equal(found.mask.dense(1, 2, 12, 12), dense)
+    (found,) = (c for c in cases(folder) if torch.equal(c.mask.dense(1, 2, 12, 12), dense))
     assert (found.B, found.Hq, found.Lq, found.D) == (1, 2, 12, 4)
 
 
@@ -255,6 +254,7 @@ def test_two_captures_cannot_share_a_folder(capture):
         ([3], "a callable, got int"),
         ([lambda q, k, v: q], "must be held by a module"),
         ([attention], "state one with dialect="),
+        ([nn.Identity()], "must be a function to be replaced"),
         (["json:dumps"], "cannot be recorded: the callable must begin with"),
         ("torch:add", "targets must be a list"),
     ],
@@ -283,6 +283,31 @@ def test_a_call_that_cannot_be_expressed_is_counted_and_told(capture, folder):
     assert "3 calls cannot be expressed: the argument strange of" in log.summary()
     assert "3 calls cannot be expressed" in (folder / "summary.txt").read_text()
     assert len(cases(folder)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_tensors_without_numbers_of_their_own_are_told_and_hide_no_plain_call(capture, folder):
+    q, k, v = tensors(2, 1, 3, 4)
+    nested = torch.nested.nested_tensor([torch.randn(1, 3, 4), torch.randn(1, 2, 4)])
+    with capture() as log:
+        F.scaled_dot_product_attention(nested, nested, nested)
+        torch.func.vmap(F.scaled_dot_product_attention)(q[None], k[None], v[None])
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(*(x.to("meta") for x in (q, k, v)))
+    assert "1 calls cannot be expressed: q must be a plain strided tensor with values, got nested" in log.summary()
+    assert log.inexpressible.total() == 3
+    assert not log.notes
+    assert len(cases(folder)) == 1
+
+
+def test_a_call_under_autocast_is_another_structure(capture, folder):
+    q, k, v = tensors(1, 1, 3, 4)
+    with capture():
+        F.scaled_dot_product_attention(q, k, v)
+        with torch.autocast("cpu", torch.bfloat16):
+            F.scaled_dot_product_attention(q, k, v)
+    assert {c.dtype for c in cases(folder)} == {"float32", "bfloat16"}
 
 
 def test_no_more_structures_than_the_limit_are_recorded(capture, folder):

@@ -73,6 +73,8 @@ def test_a_target_is_judged_on_the_stored_values(tmp_path):
     judge = Judge(Runner(blind_above_1000, dialect="sdpa"), contract="torch-cpu-math")
     assert judge.check(record.case).status == "pass"
     assert judge.check_stored(record.case, record.tensors).keys == ("value:o",)
+    right = Judge(Runner("textbook"))
+    assert right.check_stored(record.case, record.tensors).status == "pass"
 
 
 def test_one_layout_is_made_again_for_every_kind_of_strides():
