@@ -146,7 +146,8 @@ def _answer(runner: Runner, requests: int, replies: int) -> None:
 def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
     """Run a case. An error of the harness itself is told as such, never as one of the target."""
     try:
-        out = runner.run(case_from_json(message["case"]), exact=message["exact"], repeat=message["repeat"])
+        case, stored = case_from_json(message["case"]), message.get("stored", "")
+        out = runner.run(case, exact=message["exact"], repeat=message["repeat"], stored=stored)
     except Exception as e:  # noqa: BLE001 (as above)
         out = Execution("infrastructure", message=f"{type(e).__name__}: {e}", traceback=traceback.format_exc())
     if isinstance(runner.printed, Printed) and runner.printed.bytes > LOUD:

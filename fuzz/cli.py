@@ -10,20 +10,30 @@ from pathlib import Path
 
 import click
 
+from .answers import kept_answer
 from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
 from .inspecting import counts, told
+from .judge import Verdict
 from .ledger import LEDGER, Entry, Known, LedgerError
 from .ledger import load as load_ledger
 from .listing import TABLES, table
 from .outcome import KNOWN_OF_TARGET, Outcome, write_json
 from .repro import Script, script
 from .repro_adapted import AdaptedScript
-from .session import header, opened
+from .session import Session, header, opened
+from .stored import answer_file
 
 DEFAULT_SECONDS = 60.0
+
+
+SAVE_TENSORS = click.option(
+    "--save-tensors",
+    is_flag=True,
+    help="Write got, want and limit of wrong tensors beside the case file, as safetensors.",
+)
 
 
 @flashproof.command()
@@ -46,6 +56,7 @@ DEFAULT_SECONDS = 60.0
 )
 @SEED
 @SAVE
+@SAVE_TENSORS
 @JSON
 def fuzz(
     target: str,
@@ -55,6 +66,7 @@ def fuzz(
     ledger: Path | None,
     seed: int,
     save: Path,
+    save_tensors: bool,
     json_file: Path | None,
 ) -> Exit:
     """Hunt for cases that TARGET gets wrong; print the smallest of each kind and the line that replays it.
@@ -68,6 +80,9 @@ def fuzz(
         _say(header(session))
         session.judge.sieves = [known]
         outcome = hunted(session, Budget(examples, seconds, seed), save)
+        if save_tensors:
+            for failed in outcome.failures:
+                _answer(session, session.judge.check(failed.case, thorough=True, explain=False), failed.path)
     outcome.extra["known"] = known.document()
     _say(f"\n{text}" for text in (outcome.report, outcome.closing) if text)
     _say(f"  {line}" for line in known.lines())
@@ -93,15 +108,16 @@ def _ledger(path: Path | None) -> tuple[Entry, ...]:
     "--target", default="", metavar="TARGET", help="Run the cases on this target instead of the one that failed."
 )
 @takes_options
+@SAVE_TENSORS
 @JSON
-def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Path | None) -> Exit:
+def replay(paths: tuple[Path, ...], target: str, options: Options, save_tensors: bool, json_file: Path | None) -> Exit:
     """Run saved cases again; FILE is a case file or a folder of them.
 
     Example: flashproof replay failures/3f2a91bc.json --target other:attention
     """
     outcomes = []
     for (name, how), group in groupby(_records(paths, target, options), key=lambda r: r[:2]):
-        outcomes.append(_replayed(name, how, [r[2:] for r in group]))
+        outcomes.append(_replayed(name, how, [r[2:] for r in group], save_tensors))
         click.echo(f"{counts(outcomes[-1])}\n")
         if outcomes[-1].interrupted:
             break
@@ -109,7 +125,9 @@ def replay(paths: tuple[Path, ...], target: str, options: Options, json_file: Pa
     return worst(o.code for o in outcomes)
 
 
-def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]]) -> Outcome:
+def _replayed(
+    target: str, options: Options, saved: Sequence[tuple[Path, Record]], save_tensors: bool = False
+) -> Outcome:
     """Run saved cases on one target, a line each; Ctrl-C ends it with what was seen so far."""
     outcome, started = Outcome(target), time.monotonic()
     with opened(target, options) as session:
@@ -118,13 +136,26 @@ def _replayed(target: str, options: Options, saved: Sequence[tuple[Path, Record]
         try:
             for path, record in saved:
                 click.echo(str(path))
-                told(outcome, rerun(session, record), path)
+                verdict = rerun(session, record)
+                told(outcome, verdict, path)
+                if save_tensors:
+                    _answer(session, verdict, path, record.tensors)
         except KeyboardInterrupt:
             outcome.interrupted = True
             outcome.problems.append(f"interrupted after {outcome.cases} of {len(saved)} cases")
             click.echo(outcome.problems[-1], err=True)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def _answer(session: Session, verdict: Verdict, path: Path | None, tensors: Path | None = None) -> None:
+    """Write what a failing target answered beside its case file, and say where."""
+    try:
+        written = kept_answer(session, verdict, path, tensors) if path and verdict.failures else None
+    except OSError as e:
+        raise Stop(f"{answer_file(path or Path())} could not be written: {e.strerror}", Exit.INFRASTRUCTURE) from None
+    if written:
+        click.echo(f"    tensors  {written}")
 
 
 def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple[str, Options, Path, Record]]:

@@ -43,7 +43,11 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """A failing case, how it was run, and what was found. `preceding` cases ran before it in the same process."""
+    """A failing case, how it was run, and what was found. `preceding` cases ran before it in the same process.
+
+    A captured case was found in a real call and has no findings: `captured` says what the call was like, `tensors` is the file
+    beside it that holds real inputs, where there is one.
+    """
 
     target: str
     case: Case
@@ -54,13 +58,15 @@ class Record:
     findings: tuple[Finding, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     found: str = ""
+    captured: dict[str, Any] = field(default_factory=dict)
+    tensors: Path | None = None
 
     @property
     def name(self) -> str:
         """File name: a hash of the target, the case and the kinds of finding; the same failure has the same name."""
         said = "\n".join(
             (self.target, self.case.key, *(c.key for c in self.preceding), *sorted({f.key for f in self.findings}))
-        )
+        ) + str(self.captured.get("digest", ""))
         return hashlib.sha256(said.encode()).hexdigest()[:8] + ".json"
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +82,7 @@ class Record:
             "findings": [f.to_json() for f in self.findings],
             "environment": self.environment,
             "found": self.found,
-        }
+        } | ({"captured": self.captured} if self.captured else {})
 
 
 def save(record: Record, folder: Path) -> Path:
@@ -101,13 +107,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file under another name, then rename: a reader sees all of it or none. Makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
@@ -121,7 +127,7 @@ def load(path: Path) -> Record:
     """The record in a failure file; CorpusError says in one sentence what is wrong with the file."""
     try:
         data = json.loads(_read(path))
-        return _record(data)
+        return _record(data, path.parent)
     except CorpusError:
         raise
     except RecursionError:
@@ -145,7 +151,7 @@ def _read(path: Path) -> str:
         raise CorpusError(f"{path} must be readable: {e.strerror}") from None
 
 
-def _record(data: object) -> Record:
+def _record(data: object, folder: Path) -> Record:
     if not isinstance(data, Mapping):
         raise ValueError(f"a case file must hold a JSON object, got {type(data).__name__}")
     if data.get("schema") != SCHEMA:
@@ -158,7 +164,18 @@ def _record(data: object) -> Record:
         case=case_from_json(data["case"]),
         preceding=tuple(case_from_json(c) for c in data["preceding"]),
         findings=tuple(_finding(f) for f in data["findings"]),
+        **_captured(data.get("captured", {}), folder),
     )
+
+
+def _captured(data: object, folder: Path) -> dict[str, Any]:
+    """captured and tensors of a record; the file of tensors lies in the folder of the case file."""
+    if not isinstance(data, dict):
+        raise ValueError(f"field captured must be a JSON object, got captured={data!r:.80}")
+    name = data.get("tensors", "")
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"field captured.tensors must be the name of a file in the same folder, got {name!r:.80}")
+    return {"captured": dict(data), "tensors": folder / name if name else None}
 
 
 def _json_name(kind: type[Any]) -> str:

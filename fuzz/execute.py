@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .modes import Captured, capture, checked_as_operator, entered, served_modes
 from .probe import probe_keywords, seed_generators
 from .region import Region
 from .rooted import source
+from .stored import inputs as stored_inputs
 from .tensors import Inputs, build
 
 STATUSES = ("ok", "refused", "inexpressible", "raised", "crashed", "hung", "infrastructure")
@@ -157,12 +159,12 @@ class Runner:
             "environment": environment(self.device),
         }
 
-    def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
-        """The case's call sequence; the outputs are those of its last call."""
+    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, stored: str = "") -> Execution:
+        """The case's call sequence; the outputs are those of its last call. `stored` names a file of real inputs."""
         self.watch.install()
         started = time.perf_counter() - self.watch.seconds
         out = Execution("ok")
-        inputs = build(case, self.device)
+        inputs = stored_inputs(case, Path(stored), self.device) if stored else build(case, self.device)
         try:
             self._sequence(inputs, out, exact=exact, repeat=repeat)
         except _Stopped as stopped:

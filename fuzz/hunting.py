@@ -10,7 +10,8 @@ from pathlib import Path
 from ..oracles.finding import Finding
 from .buckets import VARIANTS
 from .case import Case, case_from_json
-from .corpus import Record
+from .commands import Stop
+from .corpus import CorpusError, Record
 from .engine import hunt
 from .found import MIN_CASES, Campaign, Event, Failure, Policy, blind_because
 from .judge import Verdict
@@ -138,6 +139,16 @@ def unshrunk(campaign: Campaign, keeper: Keeper) -> list[FailedCase]:
     return out
 
 
+def _judged(session: Session, record: Record) -> Verdict:
+    """The verdict on a saved case, on its stored tensors where it has some."""
+    if record.tensors is None:
+        return session.judge.check(record.case, thorough=True)
+    try:
+        return session.judge.sifted(session.judge.check_stored(record.case, record.tensors))
+    except CorpusError as e:
+        raise Stop(str(e)) from None
+
+
 def rerun(session: Session, record: Record) -> Verdict:
     """The verdict on a saved case, in a fresh process after the cases that have to come before it.
 
@@ -148,7 +159,7 @@ def rerun(session: Session, record: Record) -> Verdict:
         for case in record.preceding:
             if not session.judge.skips(case):
                 session.runner.run(case)
-    verdict = session.judge.check(record.case, thorough=True)
+    verdict = _judged(session, record)
     ignored = {f.key for f in record.findings if f.oracle == "ignored-keyword"}
     again = tuple(f for f in session.runner.probe()[1] if f.key in ignored) if ignored else ()
     if not again:

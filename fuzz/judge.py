@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..oracles.contract import Contract, contract_for
@@ -13,6 +14,7 @@ from .case import DTYPES, GENERIC_DATA, Case
 from .execute import Execution, region_from_json
 from .modes import seen
 from .region import Region
+from .stored import inputs as stored_inputs
 from .tensors import Inputs, build
 
 FRESH_SEEDS = 3
@@ -30,8 +32,8 @@ class Runs(Protocol):
 
     info: dict[str, Any]
 
-    def run(self, case: Case, *, exact: bool = False, repeat: bool = False) -> Execution:
-        """The execution of a case."""
+    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, stored: str = "") -> Execution:
+        """The execution of a case, on the inputs of a file where `stored` names one."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _judge_outputs(
     inputs: Inputs, execution: Execution, contract: Contract, dropout_known: bool, found: list[Finding]
 ) -> ValueReport:
     """The value report; its findings, and those of the exact run, are added to `found`."""
-    generic, inputs = is_generic(inputs.case), seen(inputs, execution.outputs)
+    generic = is_generic(inputs.case) and not inputs.stored
+    inputs = seen(inputs, execution.outputs)
     report = judge_values(inputs, execution.outputs, contract, generic=generic, dropout_known=dropout_known)
     found += report.findings
     if execution.exact:
@@ -217,6 +220,17 @@ class Judge:
         if fresh or key not in self._verdicts:
             self._remember(key, self.sifted(self._confirmed(self._once(case, thorough))))
         return self.explained(self._verdicts[key]) if explain else self._verdicts[key]
+
+    def check_stored(self, case: Case, path: Path) -> Verdict:
+        """The verdict on a case with the inputs of a file; CorpusError says what is wrong with it."""
+        made = stored_inputs(case, path)
+        execution = self.runner.run(case, exact=True, repeat=True, stored=str(path.resolve()))
+        contract, known = self.contract(case.dtype), self.dropout_known
+        verdict = judge(case, execution, contract, self.region, dropout_known=known, inputs=made)
+        wrong = any(f.oracle in VALUE_ORACLES for f in verdict.failures)
+        if not wrong or (case.dropout and not known):
+            return verdict
+        return replace(verdict, deviations=tuple(diagnose(made, execution.outputs, contract)))
 
     def reproduces(self, case: Case, key: str, times: int = 3) -> tuple[int, int]:
         """(n, m): of m runs, each in a new process, n failed with the finding's key."""

@@ -68,6 +68,7 @@ class Inputs:
     guards: bool = True
     blocks: list[Guarded] = field(default_factory=list)
     told: Inputs | None = None  # the same with its slopes said by a bias
+    stored: bool = field(default=False, init=False)  # values of a real call, which may have ties or structure
     _dense: Tensor | None = None
     held: dict[str, Any] = field(default_factory=dict)  # what a dialect made of the inputs, once
 

@@ -64,10 +64,18 @@ class Worker:
         self._child: _Child | None = None
         self.info = self._start().info
 
-    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, deadline: float | None = None) -> Execution:
+    def run(
+        self,
+        case: Case,
+        *,
+        exact: bool = False,
+        repeat: bool = False,
+        deadline: float | None = None,
+        stored: str = "",
+    ) -> Execution:
         """The execution of one case: status crashed when the child died, hung when it passed the deadline."""
         self._count += 1
-        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat}
+        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat, "stored": stored}
         self._write({"start": self._count, "case": request["case"]}, sync=True)
         out = self._attempt(case, request, deadline or self.deadline)
         if isinstance(out, _Killed):

@@ -10,11 +10,12 @@ from .compat import check as _refuse_versions_that_cannot_work
 if TYPE_CHECKING:
     from .fuzz.adapter import target
     from .fuzz.api import CheckFailed, Refuse, cases, check
+    from .fuzz.capture import capture
     from .fuzz.case import Case
     from .fuzz.region import Region
 
 __version__ = "0.1.0"
-__all__ = ["Case", "CheckFailed", "Refuse", "Region", "cases", "check", "target"]
+__all__ = ["Case", "CheckFailed", "Refuse", "Region", "capture", "cases", "check", "target"]
 
 _refuse_versions_that_cannot_work()
 
@@ -24,6 +25,7 @@ _HOME = {
     "CheckFailed": "fuzz.api",
     "Refuse": "fuzz.api",
     "Region": "fuzz.region",
+    "capture": "fuzz.capture",
     "cases": "fuzz.api",
     "check": "fuzz.api",
     "target": "fuzz.adapter",
