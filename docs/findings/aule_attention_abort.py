@@ -15,7 +15,7 @@ except PackageNotFoundError as error:
     sys.exit(77)
 
 CALL = "import aule, torch; x = torch.ones(1, 1, 2, 4); print(aule.flash_attention(x, x, x)[0, 0, 0, 0].item())"
-done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True)
+done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, check=False)
 last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[:3]
 print(f"aule-attention {release}; {CALL}")
 print(f"expected exit status 0 and 1.0; actual exit status {done.returncode} and {' | '.join(last)}")

@@ -19,7 +19,9 @@ with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
 torch.cuda.synchronize()
 print("done", type(o).__name__)
 """
-done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True)  # a process of its own: it may die
+done = subprocess.run(
+    [sys.executable, "-c", CALL], capture_output=True, text=True, check=False
+)  # a process of its own: it may die
 lines = (done.stdout + done.stderr).strip().splitlines()
 last = next((line for line in reversed(lines) if "Error" in line or "done" in line), "no message")
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}")
