@@ -1,0 +1,68 @@
+"""jax.nn.dot_product_attention (XLA) as a target with autograd, through numpy."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_X64", "0")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def to_jax(x):
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return jnp.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return jnp.asarray(x.numpy())
+
+
+def to_torch(x):
+    a = np.array(x)
+    if a.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(a)
+
+
+class Bridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, f, *tensors):
+        ctx.none = [t is None for t in tensors]
+        ctx.f, ctx.args = f, [to_jax(t) for t in tensors if t is not None]
+        return to_torch(jax.jit(f)(*ctx.args))
+
+    @staticmethod
+    def backward(ctx, do):
+        grads = iter(jax.jit(lambda d, *a: jax.vjp(ctx.f, *a)[1](d))(to_jax(do), *ctx.args))
+        return (None, *[None if n else to_torch(next(grads)) for n in ctx.none])
+
+
+def attention(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        bias, mask = attn_mask, None
+    else:
+        bias, mask = None, attn_mask
+    if query.shape[1] != key.shape[1] and query.shape[1] % key.shape[1]:
+        raise NotImplementedError("heads")
+    if query.shape[-1] != value.shape[-1]:
+        raise NotImplementedError("Dv")
+    if 0 in query.shape or 0 in key.shape:
+        raise NotImplementedError("empty")
+    m = (
+        None
+        if mask is None
+        else jnp.asarray(mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2]).numpy())
+    )
+    if bias is not None:
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+    def f(q, k, v, *b):
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+        o = jax.nn.dot_product_attention(
+            q, k, v, bias=b[0] if b else None, mask=m, is_causal=is_causal, scale=scale, implementation="xla"
+        )
+        return o.transpose(0, 2, 1, 3)
+
+    return Bridge.apply(f, query, key, value, bias)
