@@ -132,7 +132,9 @@ def active_runs(fault: Fault, dtype: str, data: str, wanted: int) -> Iterator[tu
         )
         faulty, right = run(drawn.problem, fault.applied(drawn.diagonal)), run(drawn.problem, Arithmetic())
         if all(
-            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num()) for n in faulty if n not in UNJUDGED
+            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num())
+            for n in faulty
+            if n not in UNJUDGED
         ):
             continue
         found += 1

@@ -32,7 +32,11 @@ EXAMPLES = 400
     "--arch", type=click.Choice(list(ARCHITECTURES)), required=True, help="The GPU's architecture, as in sm_90."
 )
 @click.option(
-    "--cache", type=FOLDER, default=None, metavar="DIR", help="Triton's cache (default: TRITON_CACHE_DIR or Triton's own)."
+    "--cache",
+    type=FOLDER,
+    default=None,
+    metavar="DIR",
+    help="Triton's cache (default: TRITON_CACHE_DIR or Triton's own).",
 )
 @click.option(
     "--examples", type=COUNT, default=EXAMPLES, show_default=True, metavar="N", help="Cases whose kernels are compiled."
@@ -105,7 +109,10 @@ def _say(outcome: Outcome, compiled: Compiled, arch: str, folder: Path) -> None:
     kernels = ", ".join(f"{name} {n}" for name, n in told["kernels"].items())
     rows = (
         ("target", f"{outcome.target} for {arch}, {outcome.cases} cases, {outcome.refused} refused"),
-        ("compiled", f"{told['variants']} variants, {told['built']} of them new, in {told['seconds']:.1f} s: {kernels}"),
+        (
+            "compiled",
+            f"{told['variants']} variants, {told['built']} of them new, in {told['seconds']:.1f} s: {kernels}",
+        ),
         ("cache", str(folder)),
         *(("warning", text) for text in outcome.warnings[:4]),
         *(("problem", text) for text in outcome.problems),

@@ -23,8 +23,8 @@ import torch
 from ..oracles.finding import Finding
 from . import wire
 from .case import case_from_json
-from .execute import Execution, Runner
-from .nursery import ORDER, REPLY, STILL_ALIVE
+from .execute import Execution, Runner, known_good, one_line
+from .nursery import ORDER, OUT_OF_MEMORY, REPLY, STILL_ALIVE
 from .offline import OfflineRunner
 from .rooted import check, enter, tree_from_json
 
@@ -139,7 +139,7 @@ def _kind(error: Exception) -> str:
 
 def _answer(runner: Runner, requests: int, replies: int) -> None:
     message, _ = wire.receive(requests)
-    operation: Callable[..., None] = {"run": _run, "probe": _probe}[message.pop("op")]
+    operation: Callable[..., None] = {"run": _run, "probe": _probe, "known_good": _known_good}[message.pop("op")]
     operation(runner, replies, message)
 
 
@@ -149,7 +149,9 @@ def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
         case, stored = case_from_json(message["case"]), message.get("stored", "")
         out = runner.run(case, exact=message["exact"], repeat=message["repeat"], stored=stored)
     except Exception as e:  # noqa: BLE001 (as above)
-        out = Execution("infrastructure", message=f"{type(e).__name__}: {e}", traceback=traceback.format_exc())
+        short = isinstance(e, MemoryError | torch.OutOfMemoryError)
+        text = OUT_OF_MEMORY if short else type(e).__name__
+        out = Execution("infrastructure", message=f"{text}: {one_line(str(e))}", traceback=traceback.format_exc())
     if isinstance(runner.printed, Printed) and runner.printed.bytes > LOUD:
         out.findings.append(_loud(runner.printed.bytes))
     tensors = {f"outputs.{n}": x for n, x in out.outputs.items()} | {
@@ -166,6 +168,14 @@ def _loud(count: int) -> Finding:
 def _probe(runner: Runner, replies: int, _: dict[str, Any]) -> None:
     rows, findings = runner.probe()
     wire.send(replies, {"rows": rows, "findings": [f.to_json() for f in findings]})
+
+
+def _known_good(runner: Runner, replies: int, _: dict[str, Any]) -> None:
+    try:
+        wrong = known_good(runner.device)
+    except Exception as e:  # noqa: BLE001 (a broken device raises whatever it raises)
+        wrong = f"{type(e).__name__}: {one_line(str(e))}"
+    wire.send(replies, {"wrong": wrong})
 
 
 class Printed:

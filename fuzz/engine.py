@@ -91,7 +91,8 @@ class _Hunt:
         study = Study(self.book, self.campaign, self.policy, self._emit, self.clock)
         try:
             self._search()
-            study.run()
+            if not getattr(self.judge.runner, "unusable", ""):
+                study.run()
         except KeyboardInterrupt:
             self.campaign.stopped = "interrupted"
         study.rest()
@@ -139,7 +140,7 @@ class _Hunt:
 
     def _over(self) -> bool:
         c, now = self.campaign, self.clock() - self.started
-        if self.lost >= LOST_IN_A_ROW:
+        if self.lost >= LOST_IN_A_ROW or getattr(self.judge.runner, "unusable", ""):
             c.stopped = "infrastructure"
         elif self.examples is not None and c.cases >= self.examples:
             c.stopped = "examples"

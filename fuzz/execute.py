@@ -332,6 +332,23 @@ def _is_no_refusal(error: BaseException) -> bool:
     return _device_is_lost(error) or isinstance(error, torch.OutOfMemoryError)
 
 
+def known_good(device: str) -> str:
+    """What a small computation with a known result gets wrong on the device; empty if nothing.
+
+    Products of integers that float32 holds exactly, in any order of summation, and a pattern that is written and read back.
+    """
+    i = torch.arange(64 * 64).reshape(64, 64)
+    a, b = i * 7 % 5 - 2, i * 11 % 7 - 3
+    want = (a[:, :, None] * b[None]).sum(1)
+    got = (a.to(device, torch.float32) @ b.to(device, torch.float32)).cpu().long()
+    if not torch.equal(got, want):
+        return "a product of small integers comes out wrong"
+    pattern = torch.arange(1 << 20, dtype=torch.int32)
+    if not torch.equal(pattern.to(device).flip(0).cpu(), pattern.flip(0)):
+        return "what is written to memory is read back otherwise"
+    return ""
+
+
 def _distinct(findings: list[Finding]) -> list[Finding]:
     """The first finding of each key and severity."""
     return list({(f.key, f.severity): f for f in reversed(findings)}.values())[::-1]

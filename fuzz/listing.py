@@ -76,7 +76,13 @@ def _dialects() -> list[tuple[str, ...]]:
     return [
         (
             name,
-            "declared" if name == "adapter" else "(total, H, D)" if d.rows else "(B, L, H, D)" if d.heads_inside else "(B, H, L, D)",
+            "declared"
+            if name == "adapter"
+            else "(total, H, D)"
+            if d.rows
+            else "(B, L, H, D)"
+            if d.heads_inside
+            else "(B, H, L, D)",
             "declared" if name == "adapter" else d.align.replace("_", " "),
             ", ".join(n[0] for n in d.keywords.values()),
         )

@@ -20,6 +20,8 @@ from typing import IO
 START_SECONDS = 120.0
 """For importing torch, and in a child the target and what that compiles at import: apart from every case's deadline."""
 ORDER, REPLY = struct.Struct("<4sq"), struct.Struct("<q")
+OUT_OF_MEMORY = "flashproof itself is out of memory"
+"""How a child begins to tell of memory that was missing outside the target's call."""
 STILL_ALIVE = 1 << 20
 """Answer to `wait` about a child that has not ended; no exit code is that large."""
 

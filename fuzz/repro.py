@@ -120,7 +120,9 @@ class Script:
             f'    x = {{n: t{swap}.detach().requires_grad_(n in wanted) for n, t in zip("qkv", (q, k, v))}}',
         ]
         lines += [f'    x["bias"] = keywords["{bias}"] = keywords["{bias}"].detach().requires_grad_()'] if bias else []
-        lines += [f'    x["sinks"] = keywords["{sinks}"] = keywords["{sinks}"].detach().requires_grad_()'] if sinks else []
+        lines += (
+            [f'    x["sinks"] = keywords["{sinks}"] = keywords["{sinks}"].detach().requires_grad_()'] if sinks else []
+        )
         values = "list(leaves.values())"
         ends = f"(o, lse), {values}, (do{swap}, dlse)" if through_lse else f"o, {values}, do{swap}"
         got = '{"o": o, ' + ('"lse": lse, ' if lse else "") + "**dict(zip(leaves, grads))}"

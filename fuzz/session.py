@@ -186,7 +186,12 @@ LACKS = {
     "negative_scale": "scale <= 0", "lse_grad": "gradient through lse", "alibi": "ALiBi", "sinks_grad": "gradient of sinks",
 }  # fmt: skip
 """Flags of a region in words, where their own names are none."""
-IMPLIED = {"bias_grad": ("bias", "backward"), "negative_scale": ("scale",), "lse_grad": ("lse", "backward"), "sinks_grad": ("sinks", "backward")}
+IMPLIED = {
+    "bias_grad": ("bias", "backward"),
+    "negative_scale": ("scale",),
+    "lse_grad": ("lse", "backward"),
+    "sinks_grad": ("sinks", "backward"),
+}
 """Flags that go without saying where another is off."""
 
 

@@ -18,7 +18,7 @@ from . import wire
 from .case import Case
 from .compiling import Compiled
 from .execute import DeviceAbsent, Execution
-from .nursery import START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
+from .nursery import OUT_OF_MEMORY, START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
 from .rooted import Tree
 
 DEADLINE = 60.0
@@ -58,6 +58,8 @@ class Worker:
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target
         self.compiled = Compiled()
+        self.proves_device = device != "cpu"  # by a known computation after each death
+        self.unusable = ""  # why no further case can be run, once that is so
         self.history: deque[Case] = deque(maxlen=HISTORY)
         self._count = 0
         self._log = open(log, "a", encoding="utf-8") if log else None  # noqa: SIM115 (closed by close)
@@ -82,6 +84,15 @@ class Worker:
             again = self._attempt(case, request, deadline or self.deadline)
             self.lost += not isinstance(again, _Killed)
             out = again
+        if out.message.startswith(OUT_OF_MEMORY) and out.status == "infrastructure":
+            self._drop()  # the target's leak may be what fills the memory: a fresh child has none
+            out = self._attempt(case, request, deadline or self.deadline)
+            self.unusable = out.message if out.message.startswith(OUT_OF_MEMORY) else ""
+        if out.status in ("crashed", "hung") and self.proves_device and (wrong := self._known_good()):
+            self.unusable = (
+                f"device {self.arguments['device']} fails a known computation ({wrong}) after a case {out.status}"
+            )
+            out = Execution("infrastructure", message=f"{self.unusable}: {out.message}; the case: {case.key}")
         self.compiled.add(out.compiled)
         self._write({"done": self._count, "status": out.status})
         return out
@@ -96,6 +107,16 @@ class Worker:
             reason = "took too long" if isinstance(e, wire.Late) else "the process died"
             return dict.fromkeys(self.info["bound"], f"not probed: {reason}"), []
         return message["rows"], [Finding.from_json(f) for f in message["findings"]]
+
+    def _known_good(self) -> str:
+        """What a fresh child gets wrong of a computation with a known result; empty when it is right."""
+        try:
+            return str(self._start().ask({"op": "known_good"}, time.monotonic() + DEADLINE)[0]["wrong"])
+        except (wire.Closed, wire.Late, wire.Garbled):
+            self._drop()
+            return "the process died or gave no answer"
+        except (WorkerError, TargetError, DeviceAbsent, ValueError) as e:
+            return str(e)
 
     def restart(self) -> None:
         """End the child; the next case runs in a fresh one."""

@@ -79,14 +79,16 @@ def _schema_signature(operator: Any) -> inspect.Signature:
     overload = getattr(operator, "_opoverload", operator)
     schema = getattr(overload, "default", overload)._schema
     P = inspect.Parameter
-    return inspect.Signature([
-        P(
-            a.name,
-            P.KEYWORD_ONLY if a.kwarg_only else P.POSITIONAL_OR_KEYWORD,
-            default=a.default_value if a.has_default_value() else P.empty,
-        )
-        for a in schema.arguments
-    ])
+    return inspect.Signature(
+        [
+            P(
+                a.name,
+                P.KEYWORD_ONLY if a.kwarg_only else P.POSITIONAL_OR_KEYWORD,
+                default=a.default_value if a.has_default_value() else P.empty,
+            )
+            for a in schema.arguments
+        ]
+    )
 
 
 def takes_q_k_v(call: Callable[..., Any]) -> bool:
@@ -196,9 +198,7 @@ def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType
 
 def is_operator(call: object) -> bool:
     """Whether the callable is an operator of torch.library."""
-    return isinstance(
-        call, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._library.custom_ops.CustomOpDef
-    )
+    return isinstance(call, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._library.custom_ops.CustomOpDef)
 
 
 def own_frames(error: BaseException) -> str:
