@@ -97,7 +97,7 @@ FAULTS = (
     Fault("sink_not_in_lse", "lse without the sink", (100, 100, 100), (100, 100, 100), kind="sinks"),
     Fault("sink_per_tile", "the sink is added once per key tile", (100, 100, 100), (100, 100, 100), kind="sinks"),
     Fault("alibi_signed", "slopes times i - j instead of its size", (100, 100, 100), (100, 100, 100), kind="alibi"),
-    Fault("alibi_top_left", "slopes times |i - j|", (100, 100, 100), (100, 100, 100), kind="alibi"),
+    Fault("alibi_top_left", "slopes times the distance of i from j", (100, 100, 100), (100, 100, 100), kind="alibi"),
     Fault("alibi_kv_head", "slopes of the key head", (100, 100, 100), (100, 100, 100), kind="alibi", group=2),
     Fault("alibi_before_softcap", "slopes added before the softcap", (100, 100, 100), (100, 100, 100), kind="alibi_softcap"),
     Fault("alibi_bf16", "slopes rounded to bf16", (100, 100, 100), (100, 100, 100), kind="alibi"),
@@ -132,7 +132,9 @@ def active_runs(fault: Fault, dtype: str, data: str, wanted: int) -> Iterator[tu
         )
         faulty, right = run(drawn.problem, fault.applied(drawn.diagonal)), run(drawn.problem, Arithmetic())
         if all(
-            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num()) for n in faulty if n not in UNJUDGED
+            torch.equal(faulty[n].float().nan_to_num(), right[n].float().nan_to_num())
+            for n in faulty
+            if n not in UNJUDGED
         ):
             continue
         found += 1

@@ -52,7 +52,9 @@ def keywords(binding: Binding, inputs: Inputs) -> dict[str, Any]:
     if inputs.alibi is not None and not binding.name("alibi"):
         told = as_bias(inputs)
         if told is None:
-            raise Inexpressible("the target has no keyword for alibi (alibi_slopes), and no bias of its dtype says it exactly")
+            raise Inexpressible(
+                "the target has no keyword for alibi (alibi_slopes), and no bias of its dtype says it exactly"
+            )
         inputs = told
     out = _mask(binding, inputs)
     for keyword, value, idle in _plain(binding, inputs):

@@ -17,7 +17,21 @@ _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
 # Odd multipliers without simple ratios, one per index: sums of small multiples of them do not collide.
 _WEIGHTS = (0xD1342543DE82EF95, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3)
-_USES = ("q", "k", "v", "do", "bias", "dlse", "dropout", "block_sparse", "random", "dead_rows", "place", "alibi", "sinks")
+_USES = (
+    "q",
+    "k",
+    "v",
+    "do",
+    "bias",
+    "dlse",
+    "dropout",
+    "block_sparse",
+    "random",
+    "dead_rows",
+    "place",
+    "alibi",
+    "sinks",
+)
 STREAMS = {name: n for n, name in enumerate(_USES)}
 """One stream of numbers per use."""
 

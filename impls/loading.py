@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
 from . import MODULES, REGISTRY, Implementation
 
@@ -77,16 +79,18 @@ def signature(call: Callable[..., Any]) -> inspect.Signature | None:
 def _schema_signature(operator: Any) -> inspect.Signature:
     """The parameters of an operator of torch.library, from its schema; the default overload of a packet."""
     overload = getattr(operator, "_opoverload", operator)
-    schema = getattr(overload, "default", overload)._schema
+    schema = getattr(overload, "default", overload)._schema  # noqa: SLF001 (torch shows it nowhere else)
     P = inspect.Parameter
-    return inspect.Signature([
-        P(
-            a.name,
-            P.KEYWORD_ONLY if a.kwarg_only else P.POSITIONAL_OR_KEYWORD,
-            default=a.default_value if a.has_default_value() else P.empty,
-        )
-        for a in schema.arguments
-    ])
+    return inspect.Signature(
+        [
+            P(
+                a.name,
+                P.KEYWORD_ONLY if a.kwarg_only else P.POSITIONAL_OR_KEYWORD,
+                default=a.default_value if a.has_default_value() else P.empty,
+            )
+            for a in schema.arguments
+        ]
+    )
 
 
 def takes_q_k_v(call: Callable[..., Any]) -> bool:
@@ -195,9 +199,7 @@ def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType
 
 def is_operator(call: object) -> bool:
     """Whether the callable is an operator of torch.library."""
-    return isinstance(
-        call, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._library.custom_ops.CustomOpDef
-    )
+    return isinstance(call, OpOverload | OpOverloadPacket | CustomOpDef)
 
 
 def own_frames(error: BaseException) -> str:

@@ -178,7 +178,9 @@ def dsinks_limit(r: Reference, c: Contract, f: Forward, s: Scores) -> Array:
     rows = off * (size + s.delta) + r.p_sink * s.delta + up * 5 * c.u * (size + s.delta) + c.ftz * (1.0 + size)
     absolute, terms = r.over_sinks(up * (size + s.delta)), r.B * r.Lq
     error = r.over_sinks(rows) + absolute * (comb(summed(c, terms), c.dbias_u)) + terms * (c.dbias_eta + c.ftz)
-    return cast(Array, np.where(np.isneginf(r.problem.array("sinks")), 0.0, stored(c, np.abs(r.arrays["dsinks"]), error)))
+    return cast(
+        Array, np.where(np.isneginf(r.problem.array("sinks")), 0.0, stored(c, np.abs(r.arrays["dsinks"]), error))
+    )
 
 
 def small_products(r: Reference, c: Contract, pairs: Array, other: Array, count: Array) -> Array | float:

@@ -136,9 +136,11 @@ def _scores(r: Reference, c: Contract, units: _Units) -> Array:
 
 def _sink(r: Reference, c: Contract, units: _Units, T: Array) -> Array:
     """Variance of the log of the sink's weight."""
-    sink = np.where(r.p_sink > 0, r.sinks, 0.0)
+    sink = np.where(r.p_sink > 0, cast(Array, r.sinks), 0.0)
     v = NU * units.low * (4 * sink**2 + 2 * r.m**2 + 5 * r.keys_lse**2) + units.exp * (2 + T) + c.log_abs**2 / 12
-    return cast(Array, v + NU * (c.s_u**2 * sink**2 + c.lse_u**2 * r.keys_lse**2) + c.constant_u**2 / 3 * (r.m - sink) ** 2)
+    return cast(
+        Array, v + NU * (c.s_u**2 * sink**2 + c.lse_u**2 * r.keys_lse**2) + c.constant_u**2 / 3 * (r.m - sink) ** 2
+    )
 
 
 def _constants(r: Reference, c: Contract) -> Array | float:
@@ -174,7 +176,11 @@ def _lse(r: Reference, c: Contract, units: _Units, scores: Array, log_weights: A
         v = v + (shrink * (slope * r.qk).sum(-1, keepdims=True)) ** 2
     if r.sinks is not None:
         keys = 1.0 - r.p_sink  # what an error of the keys' own lse moves
-        v = v + r.p_sink**2 * _sink(r, c, units, np.ones_like(r.m)) + keys**2 * (c.log_abs**2 / 12 + NU * units.low * 3 * r.keys_lse**2)
+        v = (
+            v
+            + r.p_sink**2 * _sink(r, c, units, np.ones_like(r.m))
+            + keys**2 * (c.log_abs**2 / 12 + NU * units.low * 3 * r.keys_lse**2)
+        )
     return cast(Array, v)
 
 

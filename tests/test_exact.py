@@ -130,9 +130,7 @@ class Digits:
         self.values = {n: [mpmath.mpf(float(x)) for x in t.flatten()] for n, t in self.inputs().items()}
 
     def inputs(self) -> dict[str, Tensor]:
-        return {
-            n: t for n, t in ((n, getattr(self.p, n)) for n in ("q", "k", "v", "bias", "sinks")) if t is not None
-        }
+        return {n: t for n, t in ((n, getattr(self.p, n)) for n in ("q", "k", "v", "bias", "sinks")) if t is not None}
 
     def at(self, name: str, *index: int) -> mpmath.mpf:
         shape = self.inputs()[name].shape
