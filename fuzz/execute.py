@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,7 @@ class Runner:
         if inputs.case.mode:
             self._prepare(inputs, out)
         monitored = self.interpreted
-        compiling = inputs.case.mode == "compile"  # torch.compile runs a function plainly under a dispatch mode
-        with nullcontext({}) if compiling else self._guards(out) as live:
+        with self._guards(out, inputs.case.mode) as live:
             result = self._answer(inputs, out)
             live.update(result.outputs)
         if self.interpreted and not monitored:  # the target imported Triton in its first call, which nothing monitored
@@ -269,9 +268,12 @@ class Runner:
         return result
 
     @contextmanager
-    def _guards(self, out: Execution) -> Iterator[dict[str, Tensor]]:
+    def _guards(self, out: Execution, mode: str = "") -> Iterator[dict[str, Tensor]]:
         """Memory guards around a call: the interpreter's monitor if Triton kernels are interpreted, else guarded allocations."""
         live: dict[str, Tensor] = {}
+        if mode == "compile":  # under a dispatch mode torch.compile runs a function plainly
+            yield live
+            return
         if self.interpreted:
             interpreter.install()
             with interpreter.monitored() as monitor:

@@ -143,7 +143,7 @@ def is_generic(case: Case) -> bool:
 
 def exact_contract(contract: Contract) -> Contract:
     """The contract of a run in exact arithmetic, with the policies of the declared one."""
-    kept = ("delta", "dead_rows", "dead_lse", "nonfinite", "masked_nonfinite")
+    kept = ("delta", "dead_rows", "dead_lse", "sink_lse", "nonfinite", "masked_nonfinite")
     return Contract.exact(contract.constant_u or 2.0**-30).but(**{n: getattr(contract, n) for n in kept})
 
 

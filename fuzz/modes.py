@@ -63,7 +63,7 @@ def compiled(fn: Call, case: Case, device: str) -> Call:
     """The target through torch.compile, one graph for each shape; the same compiled function for every case."""
     _SHAPES.add(case.but(seed=0).key)
     if len(_SHAPES) > SHAPES_COMPILED:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         _COMPILED.clear()
         _SHAPES.clear()
     if fn not in _COMPILED:

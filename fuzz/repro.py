@@ -18,7 +18,7 @@ from .definition import Check, agrees, answers, comparison, definition, elements
 from .dialects import DIALECTS, Binding, keywords
 from .literals import LITERAL, WIDTH, Writer, formula, same_bits, source
 from .masks import Mask
-from .tensors import Inputs, build, soft
+from .tensors import Inputs, autocast_dtype, build, soft
 
 LINES = 90
 HANG_SECONDS = 60
@@ -42,6 +42,8 @@ class Script:
     def text(self) -> str:
         """The whole script."""
         target, calls = self.target(), self.calls()
+        if self.case.mode == "compile":
+            target = [*target, "target = torch.compile(target, dynamic=False)"]
         ending = self.ending()
         functions = [source(name) for name in sorted(self.writer.uses)]
         self.imports |= {"zlib", "base64"} if "unpack" in self.writer.uses else set()
@@ -124,13 +126,17 @@ class Script:
             [f'    x["sinks"] = keywords["{sinks}"] = keywords["{sinks}"].detach().requires_grad_()'] if sinks else []
         )
         values = "list(leaves.values())"
-        ends = f"(o, lse), {values}, (do{swap}, dlse)" if through_lse else f"o, {values}, do{swap}"
+        narrow = autocast_dtype(self.case)
+        do = f"do{swap}.to(o.dtype)" if narrow else f"do{swap}"
+        ends = f"(o, lse), {values}, ({do}, dlse)" if through_lse else f"o, {values}, {do}"
+        device = self.record.device.partition(":")[0]
+        autocast = f", torch.autocast({device!r}, {narrow})".replace("'", '"') if narrow else ""
         got = '{"o": o, ' + ('"lse": lse, ' if lse else "") + "**dict(zip(leaves, grads))}"
         turned = '{n: t.transpose(1, 2) if n in ("o", "dq", "dk", "dv") else t for n, t in got.items()}'
         return [
             *lines,
             '    leaves = {f"d{n}": t for n, t in x.items() if t.requires_grad}',
-            "    with torch.set_grad_enabled(bool(leaves)):",
+            f"    with torch.set_grad_enabled(bool(leaves)){autocast}:",
             f'        {"o, lse" if lse else "o"} = target(x["q"], x["k"], x["v"], **keywords)',
             f"    grads = torch.autograd.grad({ends}) if leaves else ()",
             *([f"    got = {got}", f"    return {turned}"] if swap else [f"    return {got}"]),
@@ -227,7 +233,7 @@ class Script:
             return [self.without(next(f.tensor for f in self.record.findings if f.oracle == "ignored-keyword"))]
         what = "; ".join(f"{f.oracle} finding on {f.tensor}" for f in self.record.findings) or "finding"
         note = f"# What was found ({what}) shows as an exception, a crash or a hang of the call above"
-        if kinds & {"buffer", "printed", "memory", "guard", "purity", "allocation", "exact", "statistical"}:
+        if kinds & {"buffer", "printed", "memory", "guard", "purity", "allocation", "exact", "statistical", "opcheck"}:
             note = f"# What was found ({what}) needs instruments: flashproof replay {self.record.name} shows it"
         return [[note + ".", 'print("the call returned:", {n: tuple(x.shape) for n, x in got.items()})']]
 

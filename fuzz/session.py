@@ -183,7 +183,8 @@ def short(region: Region | None) -> str:
 
 LACKS = {
     "dv_differs": "Dv other than D", "gqa": "grouped heads", "lq_differs": "Lq other than Lk", "bias_grad": "gradient of a bias",
-    "negative_scale": "scale <= 0", "lse_grad": "gradient through lse", "alibi": "ALiBi", "sinks_grad": "gradient of sinks",
+    "negative_scale": "scale <= 0", "lse_grad": "gradient through lse", "alibi": "ALiBi",
+    "sinks_grad": "gradient of sinks",
 }  # fmt: skip
 """Flags of a region in words, where their own names are none."""
 IMPLIED = {

@@ -110,8 +110,8 @@ class Inputs:
 def build(case: Case, device: str = "cpu", guards: bool = True) -> Inputs:
     """The tensors of a case, bit for bit the same everywhere. Without guards there are no margins."""
     blocks = [_block(case, names, device, guards) for names in storages(case)]
-    tensors: dict[str, Any] = {name: block.tensor(name) for block in blocks for name in block.names}
-    inputs = Inputs(case, device, **tensors, guards=guards, blocks=blocks)
+    q, k, v, do = (next(b.tensor(name) for b in blocks if name in b.names) for name in ("q", "k", "v", "do"))
+    inputs = Inputs(case, device, q, k, v, do, guards=guards, blocks=blocks)
     _add_mask_and_bias(inputs)
     if case.lse_grad:
         inputs.dlse = _lse_gradient(inputs)

@@ -70,8 +70,8 @@ class _Run:
         self.sink = sinks(p, a.faults)
         early = a.alibi_scaled and 1e-3 < abs(p.scale) < 1e3 and not p.softcap
         early = early or "alibi_before_softcap" in a.faults
-        self.early, late = (alibi(p, a.faults, self.scale), None) if early else (None, alibi(p, a.faults))
-        self.late = late
+        self.early = alibi(p, a.faults, self.scale) if early else None
+        self.late = None if early else alibi(p, a.faults)
         self.p_dtype = torch.bfloat16 if "p_bf16" in self.faults else a.p_dtype or self.io
         self.ds_dtype = torch.bfloat16 if "ds_bf16" in self.faults else a.ds_dtype or self.io
 

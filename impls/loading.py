@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
 from . import MODULES, REGISTRY, Implementation
 
@@ -77,7 +79,7 @@ def signature(call: Callable[..., Any]) -> inspect.Signature | None:
 def _schema_signature(operator: Any) -> inspect.Signature:
     """The parameters of an operator of torch.library, from its schema; the default overload of a packet."""
     overload = getattr(operator, "_opoverload", operator)
-    schema = getattr(overload, "default", overload)._schema
+    schema = getattr(overload, "default", overload)._schema  # noqa: SLF001 (torch shows it nowhere else)
     P = inspect.Parameter
     return inspect.Signature(
         [
@@ -198,7 +200,7 @@ def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType
 
 def is_operator(call: object) -> bool:
     """Whether the callable is an operator of torch.library."""
-    return isinstance(call, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._library.custom_ops.CustomOpDef)
+    return isinstance(call, OpOverload | OpOverloadPacket | CustomOpDef)
 
 
 def own_frames(error: BaseException) -> str:

@@ -29,6 +29,7 @@ POLICIES = {
     "delta": ("either", "do.o", "p.dp"),
     "dead_rows": ("zero", "nan", "mean", "any"),
     "dead_lse": ("-inf", "+inf", "any"),
+    "sink_lse": ("with", "without"),
     "nonfinite": ("propagate", "ignore", "any"),
     "masked_nonfinite": ("must_not_leak", "may_leak"),
 }
@@ -86,6 +87,7 @@ class Contract:
     delta: str = "either"  # from sum(dO * O stored), or from sum(P * dP)
     dead_rows: str = "zero"  # o and dq of a row with no allowed key
     dead_lse: str = "-inf"
+    sink_lse: str = "with"  # whether lse counts the sink
     nonfinite: str = "propagate"  # a NaN that a live operand brings must reach the output
     masked_nonfinite: str = "must_not_leak"  # NaN or Inf in keys that every row masks out
     deterministic: tuple[str, ...] = TENSORS

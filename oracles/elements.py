@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -47,6 +47,8 @@ def judge_problem(
     `generic` data (no ties or structure) is judged by the statistical tier as well. ArithmeticError where the answer or a
     limit is NaN, which is a fault of the oracle: nothing is said of the target then.
     """
+    if contract.sink_lse == "without" and problem.sinks is not None:
+        return _keys_lse(problem, outputs, contract, generic)
     report = ValueReport()
     names = [n for n in TENSORS if outputs.get(n) is not None]
     with np.errstate(all="ignore"):
@@ -64,6 +66,21 @@ def judge_problem(
                 if name in spread:
                     judge.statistics(name, outputs[name], spread[name])
     return report
+
+
+def _keys_lse(problem: Problem, outputs: Mapping[str, Tensor], contract: Contract, generic: bool) -> ValueReport:
+    """The report where lse leaves the sink out: it is that of the keys alone. Gradients through it are not judged."""
+    keys = replace(problem, sinks=None, do=None, dlse=None)
+    rest = {n: x for n, x in outputs.items() if n == "o" or (n != "lse" and problem.dlse is None)}
+    parts = [
+        judge_problem(keys, {n: x for n, x in outputs.items() if n == "lse"}, contract, generic=generic),
+        judge_problem(problem, rest, contract.but(sink_lse="with"), generic=generic),
+    ]
+    whole = ValueReport([f for part in parts for f in part.findings])
+    for part in parts:
+        for name in ("budget", "zrms", "zmax", "wrong"):
+            getattr(whole, name).update(getattr(part, name))
+    return whole
 
 
 def check_numbers(r: Reference, allowed: Limits) -> None:

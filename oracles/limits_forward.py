@@ -175,7 +175,8 @@ def log_weight_errors(r: Reference, c: Contract, scores: Array, T: Array) -> Arr
 
 def sink_error(r: Reference, c: Contract, T: Array) -> Array:
     """E of the sink, (B, Hkv, R, 1): it is compared with a maximum that knows it or not, or with the lse of the keys."""
-    sink = np.where(np.isneginf(cast(Array, r.sinks)), 0.0, r.sinks)
+    given = cast(Array, r.sinks)
+    sink = np.where(np.isneginf(given), 0.0, given)
     size, keys, lse = np.abs(sink), np.abs(r.keys_m), np.abs(r.keys_lse)
     rounding = (
         2 * c.u * size + 2 * c.u * np.maximum(np.maximum(size, keys), np.abs(r.m)) + 3 * c.u * np.abs(sink - r.keys_m)
@@ -193,9 +194,8 @@ def output_limit(r: Reference, c: Contract, w: Weights, T: Array, normaliser: fl
     if r.z is not None:
         off, up, once_more = off * r.z, up * r.z, 2 * c.u + c.constant_u
     moved = score_effect(r, off, w.off.sum(-1, keepdims=True), centred, w.off_sink)
-    if (r.bias is not None or r.alibi is not None) and r.m.min(initial=0.0) <= -lowest_lse(
-        c
-    ):  # in base 2 every score of the row may be -inf
+    added = r.bias is not None or r.alibi is not None
+    if added and r.m.min(initial=0.0) <= -lowest_lse(c):  # in base 2 every score of the row may be -inf
         moved = np.where(r.m <= -lowest_lse(c), largest_v(r) + r.ao, moved)
     cast_and_sum = comb(c.p_u, c.dot_u, summed(c, r.n) + T * c.u, once_more)
     term = moved + (up @ r.av) * cast_and_sum + small_terms(r, max(c.p_eta, c.ftz), c.ftz) + r.n * c.ftz

@@ -136,7 +136,7 @@ def _scores(r: Reference, c: Contract, units: _Units) -> Array:
 
 def _sink(r: Reference, c: Contract, units: _Units, T: Array) -> Array:
     """Variance of the log of the sink's weight."""
-    sink = np.where(r.p_sink > 0, r.sinks, 0.0)
+    sink = np.where(r.p_sink > 0, cast(Array, r.sinks), 0.0)
     v = NU * units.low * (4 * sink**2 + 2 * r.m**2 + 5 * r.keys_lse**2) + units.exp * (2 + T) + c.log_abs**2 / 12
     return cast(
         Array, v + NU * (c.s_u**2 * sink**2 + c.lse_u**2 * r.keys_lse**2) + c.constant_u**2 / 3 * (r.m - sink) ** 2

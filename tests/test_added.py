@@ -246,3 +246,19 @@ def test_the_spread_of_normal_data_with_alibi_and_sinks_is_what_is_observed() ->
         report = judge_problem(p, run(p, Arithmetic()), contract_for("gqa_u=0,kv_tile=16", dtype), generic=True)
         largest = {n: max(z, largest.get(n, 0.0)) for n, z in report.zrms.items()}
     assert 0.2 < np.mean(list(largest.values())) and max(largest.values()) < 2.0, largest
+
+
+def corrected(q, k, v, *, mask=None, bias=None, scale=None, sinks=None, return_lse=False):  # type: ignore[no-untyped-def]
+    o, lse = textbook(q, k, v, mask=mask, bias=bias, scale=scale, return_lse=True)
+    if sinks is not None:
+        o = (o.float() * torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1)).to(q.dtype)
+    return (o, lse) if return_lse else o
+
+
+def test_an_lse_without_the_sink_is_wrong_unless_it_is_declared() -> None:
+    case = CASE.but(sinks="normal", requires_grad="qkvs", mask=Causal("bottom_right"), Lq=11)
+    assert Judge(Runner(corrected)).check(case).keys == ("nonfinite:lse", "value:lse")
+    verdict = Judge(Runner(corrected), "sink_lse=without").check(case)
+    assert verdict.status == "pass", verdict.failures
+    assert verdict.report is not None
+    assert {"o", "lse", "dq", "dk", "dv", "dsinks"} <= set(verdict.report.budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashproof.fuzz.case import Case
+from flashproof.fuzz.case import MODES, Case
 from flashproof.fuzz.commands import Options
 from flashproof.fuzz.execute import Runner
 from flashproof.fuzz.judge import Judge, Verdict
@@ -18,6 +19,7 @@ from flashproof.fuzz.masks import Causal
 from flashproof.fuzz.modes import entered, seen
 from flashproof.fuzz.region import Region
 from flashproof.fuzz.session import narrowed
+from flashproof.fuzz.strategies import CHOICES, FEATURES, decode, menu_of
 from flashproof.fuzz.tensors import build
 from flashproof.impls import Implementation
 from flashproof.impls.loading import signature
@@ -164,3 +166,14 @@ def test_modes_are_off_unless_declared_or_asked_for() -> None:
     assert "mode autocast" in Region().refuses(CASE.but(mode="autocast"))
     assert Region(modes=("autocast",)).refuses(CASE.but(mode="autocast")) == ""
     assert narrowed(Region(), None, Options(modes=("compile", "autocast"))).modes == ("compile", "autocast")
+
+
+def test_a_mode_is_drawn_rarely_and_only_where_the_region_names_it() -> None:
+    def decoded(region: Region) -> list[Case]:
+        menu, bytes_of = menu_of(region, 300, FEATURES), random.Random(0).randbytes  # noqa: S311 (no secrets)
+        return [decode(menu, bytes_of(len(CHOICES))) for _ in range(2000)]
+
+    some = decoded(Region(modes=MODES[1:]))
+    assert {c.mode for c in some} == set(MODES)
+    assert 0.01 < sum(c.mode != "" for c in some) / len(some) < 0.06
+    assert not any(c.mode for c in decoded(Region()))

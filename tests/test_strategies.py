@@ -212,13 +212,6 @@ def test_nothing_is_rejected():
     assert len(default(0)) == EXAMPLES
 
 
-def test_a_mode_is_drawn_rarely_and_only_where_the_region_names_it():
-    some = decoded(0, 2000, Region(modes=MODES[1:]))
-    assert {c.mode for c in some} == set(MODES)
-    assert 0.01 < sum(c.mode != "" for c in some) / len(some) < 0.06
-    assert not any(c.mode for c in decoded(0, 2000))
-
-
 def test_most_features_are_off_in_most_cases():
     names = ("scale", "softcap", "dropout", "bias", "lse_grad", "sequence", "grad", "alibi", "sinks")
     for name in names:
