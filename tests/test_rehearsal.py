@@ -150,7 +150,9 @@ def test_a_change_that_excuses_itself_in_the_ledger_fails(repository):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "new" in repository.classes() and repository.document()["known"] == []
     assert "it has no effect before it is merged" in done.stdout
-    assert repository.document()["corpus"] == {"cases": 1, "accepted": 1, "failures": 1}, "the base's saved case is replayed"
+    assert repository.document()["corpus"] == {"cases": 1, "accepted": 1, "failures": 1}, (
+        "the base's saved case is replayed"
+    )
     assert "**flashproof failed**" in repository.sticky()
 
 
