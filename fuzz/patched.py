@@ -102,8 +102,8 @@ def _holders(fn: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
     out = []
     for module in {id(m): m for m in list(sys.modules.values())}.values():  # some are there under two names
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
-            continue
+        if not isinstance(names, dict) or getattr(module, "__name__", "").startswith("torch._C"):
+            continue  # torch.compile looks its functions up in torch._C, once, and must find the real ones there
         for name, held in list(names.items()):
             if held is fn or (type(held) is FunctionType and original(held) is fn):
                 out.append((module, name, held))

@@ -1,5 +1,7 @@
 """A capture changes nothing: not the results, not the caller's modes, not its speed; an error in it is told at the end."""
 
+import subprocess
+import sys
 import time
 import weakref
 
@@ -54,6 +56,7 @@ def test_an_error_in_the_hook_breaks_no_backward_pass(capture, monkeypatch):
     assert "grad_output could not be looked at" in one.call.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_compiled_caller_is_left_alone_and_told(capture):
     q, k, v = tensors(1, 1, 3, 4)
     with capture() as log:
@@ -62,6 +65,22 @@ def test_a_compiled_caller_is_left_alone_and_told(capture):
         )
         assert torch.equal(compiled(), F.scaled_dot_product_attention(q, k, v) + 1)
     assert "traced by torch.compile" in log.summary()
+
+
+@pytest.mark.slow
+def test_torch_compile_still_works_after_its_first_use_inside_a_capture(tmp_path):
+    code = f"""
+import torch, flashproof
+from torch.nn import functional
+q = torch.randn(1, 1, 3, 4)
+def f():
+    return functional.scaled_dot_product_attention(q, q, q) + 1
+with flashproof.capture({str(tmp_path / "x")!r}):
+    torch.compile(f, backend="aot_eager", fullgraph=True)()
+assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(), f())
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_modes_of_the_caller_do_not_see_the_recorder(capture):
