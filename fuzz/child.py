@@ -201,18 +201,22 @@ class Printed:
 
     def kept_short(self) -> Self:
         """This, with a thread that empties the file whenever a case has printed LOUD bytes: a disk is smaller than a loop."""
-        threading.Thread(target=self._trim, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def _trim(self) -> None:
+    def _watch(self) -> None:
         while True:
             time.sleep(TRIM_SECONDS)
-            with self._lock:
-                size = os.fstat(self.fd).st_size
-                if size - self.read > LOUD:
-                    self._head = self._head or self._first(size)
-                    self._dropped += size - self.read
-                    self._empty()
+            self.trim()
+
+    def trim(self) -> None:
+        """Empty the file if it holds LOUD bytes of this case; its beginning is kept."""
+        with self._lock:
+            size = os.fstat(self.fd).st_size
+            if size - self.read > LOUD:
+                self._head = self._head or self._first(size)
+                self._dropped += size - self.read
+                self._empty()
 
     def _first(self, size: int) -> bytes:
         return os.pread(self.fd, min(size - self.read, 4 * PRINTED_SHOWN), self.read) if size > self.read else b""

@@ -14,12 +14,9 @@ from .repro import Script
 from .tensors import TORCH_DTYPES, Inputs, build
 
 STUB = (
-    "def declare(fn=None, **declared):",
-    '    """The decorator of the file without flashproof: it remembers what it is given."""',
+    "def declare(fn=None, **declared):  # the decorator of the file, without flashproof: it remembers what it is given",
     "    return setattr(fn, 'declared', declared) or fn if fn else lambda f: declare(f, **declared)",
-    "",
-    'stub = sys.modules["flashproof"] = types.ModuleType("flashproof")',
-    "stub.target, stub.Region, stub.Refuse = declare, dict, NotImplementedError",
+    "sys.modules['flashproof'] = types.SimpleNamespace(target=declare, Region=dict, Refuse=NotImplementedError)",
 )
 IDLE: dict[str, Any] = {
     "causal": False,
@@ -56,13 +53,10 @@ class AdaptedScript(Script):
         self.imports.add("functools")
         return [
             "",
-            "",
-            "@functools.cache",
+            "@functools.cache  # what a factory makes is kept from call to call",
             "def built(name, **sizes):",
-            '    """What a factory makes, kept from call to call."""',
             "    torch.manual_seed(0)",
-            '    make = target.declared["factory"]',
-            "    return (make if callable(make) else make[name])(**sizes)",
+            '    return (make if callable(make := target.declared["factory"]) else make[name])(**sizes)',
         ]
 
     def call_function(self) -> list[str]:
@@ -81,7 +75,6 @@ class AdaptedScript(Script):
         head = f"def call({'sizes, ' * bool(sizes)}{'out, ' * bool(a.out)}wanted, **given):"
         return [
             head,
-            '    """Outputs and gradients of the target by name, (B, H, L, D)."""',
             *("    " + x for x in lines),
         ]
 

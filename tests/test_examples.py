@@ -79,4 +79,6 @@ def test_a_broken_line_of_a_slower_example_is_caught(hunted, name, right, wrong)
 
 def test_the_page_names_all_that_may_be_taken_and_declared():
     declared = set(adapter.target.__kwdefaults__)
-    assert {n for n in {*adapter.FORWARD, *adapter.BACKWARD, *adapter.SIZES, *declared} if f"`{n}`" not in PAGE} == set()
+    assert {
+        n for n in {*adapter.FORWARD, *adapter.BACKWARD, *adapter.SIZES, *declared} if f"`{n}`" not in PAGE
+    } == set()
