@@ -30,6 +30,7 @@ from flashproof.oracles.contract import contract_for
 from flashproof.oracles.elements import judge_problem
 from flashproof.oracles.exact import Problem, Reference
 from flashproof.oracles.limits import limits
+from flashproof.oracles.limits_forward import score_effect, weights
 
 CASE = Case(B=2, Hq=4, Hkv=2, Lq=5, Lk=9, D=8, Dv=8)
 FAULTS = (
@@ -262,3 +263,28 @@ def test_an_lse_without_the_sink_is_wrong_unless_it_is_declared() -> None:
     assert verdict.status == "pass", verdict.failures
     assert verdict.report is not None
     assert {"o", "lse", "dq", "dk", "dv", "dsinks"} <= set(verdict.report.budget)
+
+
+def test_the_worst_case_of_the_weights_counts_the_sink_and_is_reached() -> None:
+    """One key and a sink, their log weights wrong by E in opposite directions: the bound is that error to first order."""
+    v, E = 3.0, 1e-4
+    p = Problem(
+        torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), v), sinks=torch.tensor([0.5])
+    )
+    r = Reference(p)
+    errors = np.full((1, 1, 1, 1), E)
+    w = weights(r, errors, errors)
+    bound = score_effect(r, w.off, w.off.sum(-1, keepdims=True), True, w.off_sink).item()
+    key, sink = math.exp(E), math.exp(0.5 - E)
+    moved = abs(v * key / (key + sink) - r.o.item())
+    assert moved <= bound <= 1.05 * moved
+
+
+def test_the_limits_allow_for_alibi_in_scores_that_are_stored_narrow() -> None:
+    for seed in range(12):
+        p = draw(31_000 + seed, "bfloat16", data="tiny", kind="none", shortest=17).problem  # scores are all ALiBi
+        p = replace(p, alibi=Source(seed).uniform(p.q.shape[1]) * 4)
+        report = judge_problem(p, run(p, Arithmetic(algorithm="narrow")), contract_for("lowp,kv_tile=16", "bfloat16"))
+        assert not report.findings, report.findings
+        without = judge_problem(p, run(p, Arithmetic(algorithm="narrow")), contract_for("kv_tile=16", "bfloat16"))
+        assert without.findings  # the rounding shows: a contract that does not declare it rejects it
