@@ -28,6 +28,7 @@ LAYERS = (
     ("fuzz.binding", "fuzz.corpus", "fuzz.definition"),
     ("fuzz.varlen",),
     ("fuzz.dialects",),
+    ("fuzz.calling",),
     ("fuzz.commands", "fuzz.probe", "fuzz.repro"),
     ("fuzz.execute",),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),
