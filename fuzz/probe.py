@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..oracles.finding import Finding
 from ..oracles.invariants import Watched, bits
 from .case import Case
 from .dialects import DIALECTS, Binding, Inexpressible, call
-from .masks import Causal, Random, Window
+from .masks import Causal, Packed, Random, Window
 from .tensors import build
 
 BASES = tuple(Case(B=1, Hq=2, Hkv=2, Lq=L, Lk=L, D=D, Dv=D, dtype=dtype, requires_grad="")
@@ -23,6 +23,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "window": {"mask": Window(1, 1)},
     "mask": {"mask": Random(percent=50, seed=1), "mask_form": "bool"},
     "bias": {"bias": "normal"},
+    "score": {"bias": "normal"},
     "scale": {"scale": 1.5},
     "softcap": {"softcap": 0.5},
     "dropout": {"dropout": 0.5},
@@ -51,7 +52,37 @@ def probe_keywords(
         if rows[name] == IGNORED:
             message = f"is accepted and ignored: {_said(change)} does not change the answer"
             findings.append(Finding("ignored-keyword", name, message, details={"case": base.but(**change).to_json()}))
+    if plain is not None:
+        for name, effect, finding in _boundaries(binding, fn, base, device):
+            rows[name] = effect
+            findings += [finding] if effect == IGNORED else []
     return rows, findings
+
+
+def _boundaries(
+    binding: Binding, fn: Callable[..., Any], base: Case, device: str
+) -> Iterator[tuple[str, str, Finding]]:
+    """(parameter, what was seen, the finding if ignored) of cu_seqlens: halves, then the first sequence of length one."""
+    halves, other = (base.Lq // 2, base.Lq - base.Lq // 2), (1, base.Lq - 1)
+    alone = not binding.name("cu_k")
+    before = base.but(mask=Packed(halves, halves))
+    masks = {"cu_q": Packed(other, other if alone else halves), "cu_k": Packed(halves, other)}
+    for keyword, mask in masks.items():
+        name, case = binding.name(keyword), base.but(mask=mask)
+        if name:
+            message = f"is accepted and ignored: {mask} answers like {before.mask}"
+            details = {"case": case.to_json(), "against": before.to_json()}
+            finding = Finding("ignored-keyword", name, message, details=details)
+            yield name, _compared(binding, fn, before, case, device), finding
+
+
+def _compared(binding: Binding, fn: Callable[..., Any], before: Case, after: Case, device: str) -> str:
+    """Whether the second case is answered otherwise than the first."""
+    try:
+        plain = _output(binding, fn, before, device)
+    except (Exception, SystemExit) as e:  # noqa: BLE001 (the target may raise anything)
+        return f"not probed: {type(e).__name__}: {e}"
+    return _effect(binding, fn, after, plain, device)
 
 
 IGNORED = "ignored"

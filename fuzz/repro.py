@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .case import Case
+from ..oracles.finding import Finding
+from .calling import IMPORTS, Caller, block_mask, packed, plain, score_function
+from .case import Case, case_from_json
 from .corpus import CorpusError, Record
 from .definition import Check, agrees, answers, comparison, definition, elements
 from .dialects import DIALECTS, Binding, keywords
@@ -79,10 +81,10 @@ class Script:
         """Imports and settings that must come first."""
         early = 'os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run on the CPU; set before triton is imported'
         lines = ["import os", "", early, ""] if self.interpreted() else []
-        modules = sorted(self.imports - {"statistics.NormalDist", "torch"})
+        modules = sorted(self.imports - {"statistics.NormalDist", "torch", *IMPORTS})
         lines += [f"import {', '.join(modules)}"]
         lines += ["from statistics import NormalDist"] if "statistics.NormalDist" in self.imports else []
-        lines += ["", "import torch"]
+        lines += ["", "import torch", *(line for name, line in IMPORTS.items() if name in self.imports)]
         if "faulthandler" in self.imports:
             lines += ["", f"faulthandler.dump_traceback_later({HANG_SECONDS}, exit=True)  # the target hangs"]
         if self.record.device != "cpu":
@@ -112,40 +114,19 @@ class Script:
 
     def call_function(self) -> list[str]:
         """`call`: the target's outputs and gradients, whatever its layout."""
-        swap = ".transpose(1, 2)" if DIALECTS[self.binding.dialect].heads_inside else ""
-        lse, bias = self.binding.returns_lse, self.bias_name()
-        sinks = self.binding.name("sinks") if "s" in self.case.requires_grad and self.case.sinks else ""
         through_lse = any(c.lse_grad for c in (self.case, *self.record.preceding))
-        lines = [
-            f'def call(q, k, v, do, {"dlse, " * through_lse}wanted="qkv", **keywords):',
-            '    """Outputs and gradients of the target by name, (B, H, L, D)."""',
-            f'    x = {{n: t{swap}.detach().requires_grad_(n in wanted) for n, t in zip("qkv", (q, k, v))}}',
-        ]
-        lines += [f'    x["bias"] = keywords["{bias}"] = keywords["{bias}"].detach().requires_grad_()'] if bias else []
-        lines += (
-            [f'    x["sinks"] = keywords["{sinks}"] = keywords["{sinks}"].detach().requires_grad_()'] if sinks else []
-        )
-        values = "list(leaves.values())"
-        narrow = autocast_dtype(self.case)
-        do = f"do{swap}.to(o.dtype)" if narrow else f"do{swap}"
-        ends = f"(o, lse), {values}, ({do}, dlse)" if through_lse else f"o, {values}, {do}"
+        sinks = self.binding.name("sinks") if "s" in self.case.requires_grad and self.case.sinks else ""
         device = self.record.device.partition(":")[0]
-        autocast = f", torch.autocast({device!r}, {narrow})".replace("'", '"') if narrow else ""
-        got = '{"o": o, ' + ('"lse": lse, ' if lse else "") + "**dict(zip(leaves, grads))}"
-        turned = '{n: t.transpose(1, 2) if n in ("o", "dq", "dk", "dv") else t for n, t in got.items()}'
-        return [
-            *lines,
-            '    leaves = {f"d{n}": t for n, t in x.items() if t.requires_grad}',
-            f"    with torch.set_grad_enabled(bool(leaves)){autocast}:",
-            f'        {"o, lse" if lse else "o"} = target(x["q"], x["k"], x["v"], **keywords)',
-            f"    grads = torch.autograd.grad({ends}) if leaves else ()",
-            *([f"    got = {got}", f"    return {turned}"] if swap else [f"    return {got}"]),
-        ]
+        return Caller(
+            self.binding, through_lse, self.bias_name(), sinks, autocast_dtype(self.case), device or "cpu"
+        ).lines()
 
     def bias_name(self) -> str:
         """The keyword that carries a bias whose gradient is asked for; empty without."""
         if "b" not in self.case.requires_grad or not self.case.bias:
             return ""
+        if self.binding.dialect == "flex":
+            return "leaf"
         return self.binding.name("bias") or self.binding.name("mask")
 
     def calls(self) -> list[str]:
@@ -158,23 +139,46 @@ class Script:
     def arguments(self, case: Case, leave_out: str = "") -> str:
         """The arguments of one call, after the lines that define them."""
         inputs = build(case, "cpu", guards=False)
-        names = [self.tensor(n, getattr(inputs, n), case, n) for n in ("q", "k", "v", "do")]
+        names = [self.given(n, inputs) for n in ("q", "k", "v", "do")]
         if any(c.lse_grad for c in (self.case, *self.record.preceding)):
             dlse = torch.zeros(case.B, case.Hq, case.Lq) if inputs.dlse is None else inputs.dlse
             names.append(self.tensor("dlse", dlse, case, ""))
         wanted = "".join(c for c in case.requires_grad if c != "s" and (c != "b" or inputs.bias is not None))
+        names += [f"B={case.B}"] if DIALECTS[self.binding.dialect].rows and case.B != 1 else []
         names += [f'wanted="{wanted}"'] if wanted != "qkv" else []
         given = keywords(self.binding, inputs)
         return ", ".join([*names, *(f"{n}={self.value(n, x, inputs)}" for n, x in given.items() if n != leave_out)])
 
+    def given(self, name: str, inputs: Inputs) -> str:
+        """Text for q, k, v or do as the dialect's `call` takes it."""
+        x = getattr(inputs, name)
+        if not DIALECTS[self.binding.dialect].rows:
+            return self.tensor(name, x, inputs.case, name)
+        return packed(self.writer, self.writer.define(name, x, inputs.case, name), name, inputs)
+
     def value(self, name: str, value: Any, inputs: Inputs) -> str:
         """A keyword argument as text."""
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.dtype != torch.int32:
             return self.dense(name, value, inputs)
+        if name == self.binding.name("lse") == "return_aux":
+            self.imports.add(f"AuxRequest {self.binding.dialect}")
+            return "AuxRequest(lse=True)"
+        if self.binding.dialect == "flex" and name == self.binding.name("score"):
+            return self.score(inputs)
+        if self.binding.dialect == "flex" and name == self.binding.name("mask") and inputs.keep is not None:
+            self.imports.add("create_block_mask")
+            return block_mask(inputs.case, self.keep(inputs), tuple(inputs.keep.shape), self.record.device)
         if isinstance(value, Mask):
             self.imports.add("flashproof.fuzz.masks")  # the native dialect hands its targets Mask objects
             return f"flashproof.fuzz.masks.mask_from_json({value.to_json()!r})"
-        return repr(value)
+        return plain(value)
+
+    def score(self, inputs: Inputs) -> str:
+        """The name of the score function of a flex target."""
+        bias, shape = self.bias(inputs), () if inputs.bias is None else tuple(inputs.bias.shape)
+        if self.bias_name():
+            bias = self.writer.say("leaf", f"{bias}.detach().requires_grad_()", None)
+        return score_function(self.writer, inputs.case, bias, shape)
 
     def tensor(self, name: str, x: Tensor, case: Case, made_as: str) -> str:
         """The name of a variable that holds x in its layout."""
@@ -230,7 +234,7 @@ class Script:
         if kinds & {"repeat", "sequence"}:
             return [self.again()]
         if "ignored-keyword" in kinds:
-            return [self.without(next(f.tensor for f in self.record.findings if f.oracle == "ignored-keyword"))]
+            return [self.without(next(f for f in self.record.findings if f.oracle == "ignored-keyword"))]
         what = "; ".join(f"{f.oracle} finding on {f.tensor}" for f in self.record.findings) or "finding"
         note = f"# What was found ({what}) shows as an exception, a crash or a hang of the call above"
         if kinds & {"buffer", "printed", "memory", "guard", "purity", "allocation", "exact", "statistical", "opcheck"}:
@@ -246,10 +250,12 @@ class Script:
             "sys.exit(1 if differ else 0)",
         ]
 
-    def without(self, keyword: str) -> list[str]:
-        """Lines that call the target without a keyword and compare bits."""
+    def without(self, finding: Finding) -> list[str]:
+        """Lines that call the target without a keyword, or with what the finding was compared with, and compare bits."""
+        keyword, against = finding.tensor, finding.details.get("against")
+        case = case_from_json(against) if against else steps(self.case)[-1]
         return [
-            f"plain = call({self.arguments(steps(self.case)[-1], leave_out=keyword)})",
+            f"plain = call({self.arguments(case, leave_out='' if against else keyword)})",
             'same = torch.equal(got["o"].nan_to_num(), plain["o"].nan_to_num())',
             f'print("{keyword}", "changes nothing" if same else "changes the answer")',
             "sys.exit(1 if same else 0)",

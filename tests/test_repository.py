@@ -32,7 +32,7 @@ LAYERS = (
     ("fuzz.dialects",),
     ("fuzz.arrangement", "fuzz.called", "fuzz.stored"),
     ("fuzz.recorded", "fuzz.telling"),
-    ("fuzz.adapted", "fuzz.probe", "fuzz.written"),
+    ("fuzz.adapted", "fuzz.calling", "fuzz.probe", "fuzz.written"),
     ("fuzz.commands", "fuzz.repro"),
     ("fuzz.repro_adapted",),
     ("fuzz.execute",),
