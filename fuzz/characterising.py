@@ -36,13 +36,15 @@ SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
 
 
 def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
-    """`count` cases inside the region: half of them plain ones, whose errors are measured first, half as a hunt draws them."""
+    """`count` cases inside the region: in turn a plain one, whose errors are measured, and one as a hunt draws it."""
     plain = [c for i in range(8 * count) if not region.refuses(c := _plain(region, i, seed))][: count // 2]
     strategy = all_cases(
         replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
     )
     rest = drawn(strategy, 2 * (count - len(plain)), seed)
-    return [*plain, *{c.key: c for c in rest if c.requires_grad or not region.backward}.values()][:count]
+    rest = list({c.key: c for c in rest if c.requires_grad or not region.backward}.values())
+    turns = [c for pair in zip(plain, rest, strict=False) for c in pair]
+    return [*turns, *rest[len(plain) :], *plain[len(rest) :]][:count]
 
 
 def _plain(region: Region, index: int, seed: int) -> Case:
@@ -107,7 +109,10 @@ def _conforming(problem: Problem, case: Case) -> dict[str, Tensor]:
 def characterised(session: Session, count: int = CASES, seconds: float = SECONDS, seed: int = 0) -> Fit:
     """The fitted contract of a target, from `count` seeded cases or those that fit in the time."""
     started = time.monotonic()
-    runs = list(samples(session, plan(session.region, count, seed), started + FITTING * seconds))
+    region = session.region
+    narrow = tuple(d for d in region.dtypes if d != "float64")  # float64 has no rounding to tell
+    region = replace(region, dtypes=narrow or region.dtypes)
+    runs = list(samples(session, plan(region, count, seed), started + FITTING * seconds))
     return fit(runs, session.info["device"], kept(session.judge.spec), lambda: time.monotonic() - started > seconds)
 
 

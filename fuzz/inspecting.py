@@ -155,7 +155,7 @@ class Inspected:
             steps.append(f"flashproof gate {name}{how}   # for CI: one table, one exit code")
         if fitted is None and not wrong:
             steps.append(f"flashproof inspect {name}{how} --characterise   # the contract that fits its roundings")
-        if fitted is not None and fitted.spec and not fitted.unexplained:
+        if fitted is not None and fitted.traits and fitted.spec:
             steps.append(
                 f"flashproof gate {name}{_repeated(replace(session.options, contract=fitted.preset or fitted.spec))}"
             )
@@ -242,11 +242,11 @@ def counts(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def probed(session: Session, count: int = PROBES, seconds: float = PROBE_SECONDS) -> Probe:
-    """What became of `count` seeded small cases, or of those that fit in the time; a hang ends it."""
-    until, region = time.monotonic() + seconds, session.region
-    probe = Probe(Learner(region), count)
-    for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), count, 0):
+def probed(session: Session) -> Probe:
+    """What became of PROBES seeded small cases, or of those that fit in PROBE_SECONDS; a hang ends it."""
+    until, region = time.monotonic() + PROBE_SECONDS, session.region
+    probe = Probe(Learner(region), PROBES)
+    for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), PROBES, 0):
         if time.monotonic() > until:
             break
         verdict = session.judge.check(case, explain=False)
@@ -371,7 +371,8 @@ def fit_lines(fitted: Fit) -> list[str]:
         f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"
     )
     for seen in fitted.traits:
-        lines.append(f"{seen.trait.name}: {seen.trait.words}; to remove it: {seen.trait.code_change}")
+        change = "tighter than the default" if seen.trait.tightens else f"to remove it: {seen.trait.code_change}"
+        lines.append(f"{seen.trait.name}: {seen.trait.words}; {change}")
         lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
     if fitted.tighter:
         lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")
@@ -385,8 +386,9 @@ def fit_lines(fitted: Fit) -> list[str]:
 
 
 def _evidence(e: tuple[int, int, float, float]) -> str:
-    beyond = f"{e[0]} -> {e[1]} runs beyond the limit, " if e[0] != e[1] else ""
-    return f"{beyond}size of the errors {e[2]:.2f} -> {e[3]:.2f}"
+    beyond = f"{e[0]} -> {e[1]} runs beyond the limit" if e[0] != e[1] else ""
+    size = f"size of the errors {e[2]:.2f} -> {e[3]:.2f}" if abs(e[2] - e[3]) >= 0.01 else ""
+    return ", ".join(filter(None, [beyond, size]))
 
 
 def _repeated(options: Options) -> str:
