@@ -16,7 +16,7 @@ from ..oracles.exact import Problem
 from .case import Case
 from .generate import drawn
 from .hashing import uniform_bits
-from .masks import Causal, Mask
+from .masks import Causal, Full, Mask
 from .region import Region
 from .session import Session
 from .strategies import cases as all_cases
@@ -79,6 +79,15 @@ def _masks(region: Region, square: bool) -> list[Mask]:
     return out or [Case().mask]
 
 
+def is_plain(case: Case) -> bool:
+    """Whether errors of the case are measured: generic data and gradients, and scores of the usual size."""
+    usual = (
+        case.data in PLAIN and case.grad == "normal" and case.scale in (None, 0.37) and case.Hkv == 1 and case.B == 1
+    )
+    simple = isinstance(case.mask, Full | Causal) and case.mask_form == "flags" and case.bias in ("", "normal")
+    return usual and simple and min(case.Lq, case.Lk, case.D) >= 16 and not (case.softcap or case.lse_grad)
+
+
 def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sample]:
     """The runs of the cases that the target answered, until the time is up."""
     counts: dict[str, int] = {}
@@ -89,7 +98,7 @@ def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sampl
         if execution.status != "ok" or not execution.outputs:
             continue
         problem = Problem.of(build(case))
-        measured = counts.get(case.dtype, 0) < MEASURED and case.data in PLAIN
+        measured = counts.get(case.dtype, 0) < MEASURED and is_plain(case)
         counts[case.dtype] = counts.get(case.dtype, 0) + measured
         yield Sample(
             problem,

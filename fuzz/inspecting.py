@@ -362,10 +362,8 @@ def fit_lines(fitted: Fit) -> list[str]:
     """A fitted contract: the line to paste, what is seen where, what is left."""
     if not fitted.samples:
         return _wrapped(["no case was answered, so there is nothing to fit"])
-    lines = [
-        f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: {fitted.beyond[0]} under the "
-        f"tightest contract, {fitted.beyond[1]} as fitted"
-    ]
+    told = f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: "
+    lines = [told + f"{fitted.beyond[0]} under the tightest contract, {fitted.beyond[1]} as fitted"]
     spec = fitted.preset or fitted.spec
     lines.append(
         f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"

@@ -230,13 +230,9 @@ class _Fitting:
 
     def _changed(self, state: _State, candidates: list[Trait]) -> list[_State]:
         """The states with one trait more, or one in the place of another."""
-        out = []
-        arithmetic = [x for x in state.traits if not x.policy]
-        for t in self._likely(candidates, state):
-            for kept in (state.traits, *([x for x in state.traits if x is not old] for old in arithmetic)):
-                if not self.over():
-                    out.append(self._state(_with(kept, t)))
-        return out
+        fewer = [[x for x in state.traits if x is not old] for old in state.traits if not old.policy]
+        sets = [_with(kept, t) for t in self._likely(candidates, state) for kept in (state.traits, *fewer)]
+        return [self._state(traits) for traits in sets if not self.over()]
 
     def _likely(self, candidates: Iterable[Trait], state: _State) -> list[Trait]:
         """The LIKELY traits to be tried on all runs: those that do best on few, and better there than the state does."""
