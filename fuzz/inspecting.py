@@ -18,7 +18,7 @@ from . import compilations
 from .alternatives import Cause, causes
 from .binding import DIALECTS
 from .case import Case
-from .characterising import CASES, characterised
+from .characterising import CASES, characterised, fit_lines
 from .commands import JSON, Exit, Options, Stop, flashproof, takes_options
 from .generate import drawn
 from .judge import Verdict
@@ -354,39 +354,8 @@ def _fitted(session: Session) -> Fit:
     """The fitted contract, printed."""
     click.echo("\ncharacterise")
     fitted = characterised(session)
-    _say(fit_lines(fitted))
+    _say(_wrapped(fit_lines(fitted)))
     return fitted
-
-
-def fit_lines(fitted: Fit) -> list[str]:
-    """A fitted contract: the line to paste, what is seen where, what is left."""
-    if not fitted.samples:
-        return _wrapped(["no case was answered, so there is nothing to fit"])
-    told = f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: "
-    lines = [told + f"{fitted.beyond[0]} under the tightest contract, {fitted.beyond[1]} as fitted"]
-    spec = fitted.preset or fitted.spec
-    lines.append(
-        f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"
-    )
-    for seen in fitted.traits:
-        change = "tighter than the default" if seen.trait.tightens else f"to remove it: {seen.trait.code_change}"
-        lines.append(f"{seen.trait.name}: {seen.trait.words}; {change}")
-        lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
-    if fitted.tighter:
-        lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")
-    sizes = [
-        f"{dtype}: " + ", ".join(f"{n} {after:.2f}" for n, (_, after) in row.items())
-        for dtype, row in fitted.sizes.items()
-    ]
-    lines.append("errors over their expected size (near 1; float32 and lse from 0.3): " + "; ".join(sizes))
-    lines += [f"unexplained: {text}" for text in fitted.unexplained]
-    return _wrapped(lines)
-
-
-def _evidence(e: tuple[int, int, float, float]) -> str:
-    beyond = f"{e[0]} -> {e[1]} runs beyond the limit" if e[0] != e[1] else ""
-    size = f"size of the errors {e[2]:.2f} -> {e[3]:.2f}" if abs(e[2] - e[3]) >= 0.01 else ""
-    return ", ".join(filter(None, [beyond, size]))
 
 
 def _repeated(options: Options) -> str:

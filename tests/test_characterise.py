@@ -17,7 +17,7 @@ from flashproof.oracles.exact import Problem
 from flashproof.oracles.traits import TRAITS
 
 REGION = Region(softcap=False, dropout=False, dv_differs=False)
-COUNT = 60
+COUNT = 52
 
 
 @cache
@@ -42,7 +42,6 @@ PLANTED = {
     "q scaled, then rounded": (Arithmetic(q_prescaled=True), "bfloat16", ["q"]),
     "lse in bfloat16": (broken(Arithmetic(), "lse_bf16"), "bfloat16", ["lse"]),
     "dP in bfloat16": (broken(Arithmetic(), "dp_bf16"), "float32", ["dp_bf16"]),
-    "scores in bfloat16": (broken(Arithmetic(), "s_lowp"), "float32", ["s_bf16"]),
     "TF32": (Arithmetic(dots="tf32"), "float32", ["tf32"]),
     "truncated TF32": (Arithmetic(dots="tf32_rz"), "float32", ["tf32_rz"]),
     "bfloat16 dots": (Arithmetic(dots="bf16"), "float32", ["bf16"]),
