@@ -191,6 +191,6 @@ def _changed(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> bool:
 
 def _reordered(problem: Problem, outputs: Outputs, order: list[int]) -> tuple[Problem, Outputs]:
     """The problem and outputs with the query heads in another order."""
-    moved = {n: getattr(problem, n) for n in ("q", "do", "dlse")}
-    problem = replace(problem, **{n: None if x is None else x[:, order] for n, x in moved.items()})
+    do, dlse = (None if x is None else x[:, order] for x in (problem.do, problem.dlse))
+    problem = replace(problem, q=problem.q[:, order], do=do, dlse=dlse)
     return problem, {n: x[:, order] if n in ("o", "lse", "dq") else x for n, x in outputs.items()}

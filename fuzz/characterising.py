@@ -16,7 +16,7 @@ from ..oracles.exact import Problem
 from .case import Case
 from .generate import drawn
 from .hashing import uniform_bits
-from .masks import Causal, Mask
+from .masks import Causal, Full, Mask
 from .region import Region
 from .session import Session
 from .strategies import cases as all_cases
@@ -36,13 +36,15 @@ SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
 
 
 def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
-    """`count` cases inside the region: half of them plain ones, whose errors are measured first, half as a hunt draws them."""
+    """`count` cases inside the region: in turn a plain one, whose errors are measured, and one as a hunt draws it."""
     plain = [c for i in range(8 * count) if not region.refuses(c := _plain(region, i, seed))][: count // 2]
     strategy = all_cases(
         replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
     )
     rest = drawn(strategy, 2 * (count - len(plain)), seed)
-    return [*plain, *{c.key: c for c in rest if c.requires_grad or not region.backward}.values()][:count]
+    rest = list({c.key: c for c in rest if c.requires_grad or not region.backward}.values())
+    turns = [c for pair in zip(plain, rest, strict=False) for c in pair]
+    return [*turns, *rest[len(plain) :], *plain[len(rest) :]][:count]
 
 
 def _plain(region: Region, index: int, seed: int) -> Case:
@@ -77,6 +79,15 @@ def _masks(region: Region, square: bool) -> list[Mask]:
     return out or [Case().mask]
 
 
+def is_plain(case: Case) -> bool:
+    """Whether errors of the case are measured: generic data and gradients, and scores of the usual size."""
+    usual = (
+        case.data in PLAIN and case.grad == "normal" and case.scale in (None, 0.37) and case.Hkv == 1 and case.B == 1
+    )
+    simple = isinstance(case.mask, Full | Causal) and case.mask_form == "flags" and case.bias in ("", "normal")
+    return usual and simple and min(case.Lq, case.Lk, case.D) >= 16 and not (case.softcap or case.lse_grad)
+
+
 def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sample]:
     """The runs of the cases that the target answered, until the time is up."""
     counts: dict[str, int] = {}
@@ -87,7 +98,7 @@ def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sampl
         if execution.status != "ok" or not execution.outputs:
             continue
         problem = Problem.of(build(case))
-        measured = counts.get(case.dtype, 0) < MEASURED and case.data in PLAIN
+        measured = counts.get(case.dtype, 0) < MEASURED and is_plain(case)
         counts[case.dtype] = counts.get(case.dtype, 0) + measured
         yield Sample(
             problem,
@@ -107,7 +118,10 @@ def _conforming(problem: Problem, case: Case) -> dict[str, Tensor]:
 def characterised(session: Session, count: int = CASES, seconds: float = SECONDS, seed: int = 0) -> Fit:
     """The fitted contract of a target, from `count` seeded cases or those that fit in the time."""
     started = time.monotonic()
-    runs = list(samples(session, plan(session.region, count, seed), started + FITTING * seconds))
+    region = session.region
+    narrow = tuple(d for d in region.dtypes if d != "float64")  # float64 has no rounding to tell
+    region = replace(region, dtypes=narrow or region.dtypes)
+    runs = list(samples(session, plan(region, count, seed), started + FITTING * seconds))
     return fit(runs, session.info["device"], kept(session.judge.spec), lambda: time.monotonic() - started > seconds)
 
 
@@ -115,3 +129,34 @@ def kept(spec: str) -> str:
     """Items of a declared contract that no fit can see."""
     items = (item.strip() for item in spec.split(","))
     return ",".join(i for i in items if i.partition("=")[0].strip() in KEPT_FIELDS)
+
+
+def fit_lines(fitted: Fit) -> list[str]:
+    """A fitted contract: the line to paste, what is seen where, what is left."""
+    if not fitted.samples:
+        return ["no case was answered, so there is nothing to fit"]
+    told = f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: "
+    lines = [told + f"{fitted.beyond[0]} under the tightest contract, {fitted.beyond[1]} as fitted"]
+    spec = fitted.preset or fitted.spec
+    lines.append(
+        f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"
+    )
+    for seen in fitted.traits:
+        change = "tighter than the default" if seen.trait.tightens else f"to remove it: {seen.trait.code_change}"
+        lines.append(f"{seen.trait.name}: {seen.trait.words}; {change}")
+        lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
+    if fitted.tighter:
+        lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")
+    sizes = [
+        f"{dtype}: " + ", ".join(f"{n} {after:.2f}" for n, (_, after) in row.items())
+        for dtype, row in fitted.sizes.items()
+    ]
+    lines.append("errors over their expected size (near 1; float32 and lse from 0.3): " + "; ".join(sizes))
+    lines += [f"unexplained: {text}" for text in fitted.unexplained]
+    return lines
+
+
+def _evidence(e: tuple[int, int, float, float]) -> str:
+    beyond = f"{e[0]} -> {e[1]} runs beyond the limit" if e[0] != e[1] else ""
+    size = f"size of the errors {e[2]:.2f} -> {e[3]:.2f}" if abs(e[2] - e[3]) >= 0.01 else ""
+    return ", ".join(filter(None, [beyond, size]))

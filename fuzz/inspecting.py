@@ -17,7 +17,7 @@ from ..oracles.characterise import Fit
 from .alternatives import Cause, causes
 from .binding import DIALECTS
 from .case import Case
-from .characterising import CASES, characterised
+from .characterising import CASES, characterised, fit_lines
 from .commands import JSON, Exit, Options, Stop, flashproof, takes_options
 from .generate import drawn
 from .judge import Verdict
@@ -154,7 +154,7 @@ class Inspected:
             steps.append(f"flashproof gate {name}{how}   # for CI: one table, one exit code")
         if fitted is None and not wrong:
             steps.append(f"flashproof inspect {name}{how} --characterise   # the contract that fits its roundings")
-        if fitted is not None and fitted.spec and not fitted.unexplained:
+        if fitted is not None and fitted.traits and fitted.spec:
             steps.append(
                 f"flashproof gate {name}{_repeated(replace(session.options, contract=fitted.preset or fitted.spec))}"
             )
@@ -243,11 +243,11 @@ def counts(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def probed(session: Session, count: int = PROBES, seconds: float = PROBE_SECONDS) -> Probe:
-    """What became of `count` seeded small cases, or of those that fit in the time; a hang ends it."""
-    until, region = time.monotonic() + seconds, session.region
-    probe = Probe(Learner(region), count)
-    for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), count, 0):
+def probed(session: Session) -> Probe:
+    """What became of PROBES seeded small cases, or of those that fit in PROBE_SECONDS; a hang ends it."""
+    until, region = time.monotonic() + PROBE_SECONDS, session.region
+    probe = Probe(Learner(region), PROBES)
+    for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), PROBES, 0):
         if time.monotonic() > until:
             break
         verdict = session.judge.check(case, explain=False)
@@ -355,39 +355,8 @@ def _fitted(session: Session) -> Fit:
     """The fitted contract, printed."""
     click.echo("\ncharacterise")
     fitted = characterised(session)
-    _say(fit_lines(fitted))
+    _say(_wrapped(fit_lines(fitted)))
     return fitted
-
-
-def fit_lines(fitted: Fit) -> list[str]:
-    """A fitted contract: the line to paste, what is seen where, what is left."""
-    if not fitted.samples:
-        return _wrapped(["no case was answered, so there is nothing to fit"])
-    lines = [
-        f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: {fitted.beyond[0]} under the "
-        f"tightest contract, {fitted.beyond[1]} as fitted"
-    ]
-    spec = fitted.preset or fitted.spec
-    lines.append(
-        f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"
-    )
-    for seen in fitted.traits:
-        lines.append(f"{seen.trait.name}: {seen.trait.words}; to remove it: {seen.trait.code_change}")
-        lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
-    if fitted.tighter:
-        lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")
-    sizes = [
-        f"{dtype}: " + ", ".join(f"{n} {after:.2f}" for n, (_, after) in row.items())
-        for dtype, row in fitted.sizes.items()
-    ]
-    lines.append("errors over their expected size (near 1; float32 and lse from 0.3): " + "; ".join(sizes))
-    lines += [f"unexplained: {text}" for text in fitted.unexplained]
-    return _wrapped(lines)
-
-
-def _evidence(e: tuple[int, int, float, float]) -> str:
-    beyond = f"{e[0]} -> {e[1]} runs beyond the limit, " if e[0] != e[1] else ""
-    return f"{beyond}size of the errors {e[2]:.2f} -> {e[3]:.2f}"
 
 
 def _repeated(options: Options) -> str:

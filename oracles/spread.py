@@ -283,8 +283,8 @@ def _dq(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
     common = f.lse + NU * (units.acc * r.n / 3 + 4 * units.low + c.out_u**2) + 4 * units.rz
     v = square * v + common * dq2 + c.out_eta**2 / 3
     if c.dq_acc_u:
-        partial = dq2 + square * ((r.ds * r.ds) @ k2)
-        v = v + np.ceil(r.n / c.kv_tile) * (NU * c.dq_acc_u**2 * partial + c.acc_eta**2 / 3)
+        tiles = np.maximum(np.ceil(r.n / c.kv_tile), 1.0)
+        v = v + NU * c.dq_acc_u**2 * _partial_sums(tiles, dq2, square * ((r.ds * r.ds) @ k2)) + tiles * c.acc_eta**2 / 3
     return cast(Array, v)
 
 
@@ -317,9 +317,18 @@ def _dv(r: Reference, c: Contract, units: _Units, f: _Forward, p2: Array, weight
 
 
 def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array, weights: Array, squares: Array) -> Array:
-    """With the rounding of partial sums, whose square is as large as the total's or as a random walk's."""
+    """With the rounding of partial sums."""
     if not c.dkv_acc_u:
         return v
     tiles = r.G * -(-r.Lq // c.q_tile)
-    partial = total**2 + (weights * weights).swapaxes(-1, -2) @ squares
-    return cast(Array, v + tiles * (NU * c.dkv_acc_u**2 * partial + c.acc_eta**2 / 3))
+    partial = _partial_sums(tiles, total**2, (weights * weights).swapaxes(-1, -2) @ squares)
+    return cast(Array, v + NU * c.dkv_acc_u**2 * partial + tiles * c.acc_eta**2 / 3)
+
+
+def _partial_sums(tiles: float | Array, total: Array, walk: Array) -> Array:
+    """The squares of all partial sums but the last, which is the output, added up.
+
+    After k of T tiles the part of the total that grows evenly is k/T of it, and a random walk has k/T of its variance.
+    """
+    even = (tiles + 1) * (2 * tiles + 1) / (6 * tiles) - 1
+    return cast(Array, even * total + (tiles - 1) / 2 * walk)

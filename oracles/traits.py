@@ -126,11 +126,17 @@ TRAITS: tuple[Trait, ...] = (
         "mask v, or skip those keys", "masked_nonfinite", policy=True,
     ),
     *(
-        Trait(f"dead_rows_{word}", f"dead_rows={word}", f"rows with no allowed key give {what}", "write zeros there", "dead_rows", policy=True)
+        Trait(
+            f"dead_rows_{word}", f"dead_rows={word}", f"rows with no allowed key give {what}", "write zeros there", "dead_rows",
+            policy=True,
+        )
         for word, what in (("nan", "NaN"), ("mean", "the mean of v"), ("any", "something else than zeros"))
     ),
     *(
-        Trait(f"dead_lse_{word}", f"dead_lse={word}", f"lse of rows with no allowed key is {what}", "write -inf there", "dead_lse", policy=True)
+        Trait(
+            f"dead_lse_{word}", f"dead_lse={word}", f"lse of rows with no allowed key is {what}", "write -inf there", "dead_lse",
+            policy=True,
+        )
         for word, what in (("+inf", "+inf"), ("any", "something else than -inf"))
     ),
     Trait(
