@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,11 @@ EXAMPLES = 400
     "--arch", type=click.Choice(list(ARCHITECTURES)), required=True, help="The GPU's architecture, as in sm_90."
 )
 @click.option(
-    "--cache", type=FOLDER, default=None, metavar="DIR", help="Triton's cache (default: TRITON_CACHE_DIR or Triton's own)."
+    "--cache",
+    type=FOLDER,
+    default=None,
+    metavar="DIR",
+    help="Triton's cache (default: TRITON_CACHE_DIR or Triton's own).",
 )
 @click.option(
     "--examples", type=COUNT, default=EXAMPLES, show_default=True, metavar="N", help="Cases whose kernels are compiled."
@@ -66,22 +70,13 @@ def warm(
     return outcome.code
 
 
-@dataclass
 class _Compiler:
     """In a judge's place: it runs every case once for what it compiles. `raised` counts what kernels that do nothing led to."""
 
-    session: Session
-    raised: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def runner(self) -> Any:
-        """What runs the target."""
-        return self.session.runner
-
-    @property
-    def region(self) -> Region | None:
-        """The region that the target declares."""
-        return self.session.declared
+    def __init__(self, session: Session) -> None:
+        self.runner: Any = session.runner
+        self.region: Region | None = session.declared
+        self.raised: Counter[str] = Counter()
 
     def check(self, case: Case, thorough: bool = False, *, explain: bool = True) -> Verdict:  # noqa: ARG002
         """Whether the case was taken: refused counts as it would in a hunt."""
@@ -105,7 +100,10 @@ def _say(outcome: Outcome, compiled: Compiled, arch: str, folder: Path) -> None:
     kernels = ", ".join(f"{name} {n}" for name, n in told["kernels"].items())
     rows = (
         ("target", f"{outcome.target} for {arch}, {outcome.cases} cases, {outcome.refused} refused"),
-        ("compiled", f"{told['variants']} variants, {told['built']} of them new, in {told['seconds']:.1f} s: {kernels}"),
+        (
+            "compiled",
+            f"{told['variants']} variants, {told['built']} of them new, in {told['seconds']:.1f} s: {kernels}",
+        ),
         ("cache", str(folder)),
         *(("warning", text) for text in outcome.warnings[:4]),
         *(("problem", text) for text in outcome.problems),

@@ -135,7 +135,7 @@ def _answer(runner: Runner, requests: int, replies: int) -> None:
 def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
     """Run a case. An error of the harness itself is told as such, never as one of the target."""
     try:
-        out = runner.run(case_from_json(message["case"]), exact=message["exact"], repeat=message["repeat"])
+        out = runner.run(case_from_json(message["case"]), **{n: message[n] for n in ("exact", "repeat", "config")})
     except Exception as e:  # noqa: BLE001 (as above)
         short = isinstance(e, MemoryError | torch.OutOfMemoryError)
         text = OUT_OF_MEMORY if short else type(e).__name__

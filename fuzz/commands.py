@@ -83,6 +83,7 @@ class Options:
     max_len: int | None = None
     in_process: bool = False
     log: Path | None = None
+    configs: str = ""
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -117,6 +118,13 @@ SHARED = (
         default=None,
         metavar="FILE",
         help="Write each case before it runs: names the case that took the machine down.",
+    ),
+    click.option(
+        "--configs",
+        type=click.Choice(["first", "each", "tuned"]),
+        default="",
+        show_default=False,
+        help="Which configurations of autotuned Triton kernels run: the first (interpreted), each, or what Triton chooses.",
     ),
 )
 

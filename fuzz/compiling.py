@@ -170,4 +170,3 @@ def _hook_dynamo(watch: Watch) -> None:
 
     callback_handler.register_start_callback(on_begin)
     callback_handler.register_end_callback(lambda *_: watch.end(DYNAMO))
-

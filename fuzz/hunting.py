@@ -18,7 +18,6 @@ from .progress import Progress
 from .report import failure_json, failure_text, failures_text, summary
 from .session import Session
 
-
 COMPILING = Policy(variants=VARIANTS, shrink_seconds=60.0)
 """Where a target may compile: a step of a shrink can cost seconds."""
 

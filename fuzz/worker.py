@@ -47,9 +47,12 @@ class Worker:
         log: Path | None = None,
         deadline: float = DEADLINE,
         arch: str = "",  # pretended, see offline
+        configs: str = "",
     ) -> None:
         self.arguments = {"target": target, "dialect": dialect, "device": device, "contract": contract}
         self.arguments |= {"arch": arch} if arch else {}
+        self.arguments |= {"configs": configs} if configs else {}
+        self.configs = configs
         self.deadline = deadline
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target
@@ -62,10 +65,12 @@ class Worker:
         self._child: _Child | None = None
         self.info = self._start().info
 
-    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, deadline: float | None = None) -> Execution:
+    def run(
+        self, case: Case, *, exact: bool = False, repeat: bool = False, config: int = 0, deadline: float | None = None
+    ) -> Execution:
         """The execution of one case: status crashed when the child died, hung when it passed the deadline."""
         self._count += 1
-        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat}
+        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat, "config": config}
         self._write({"start": self._count, "case": request["case"]}, sync=True)
         out = self._attempt(case, request, deadline or self.deadline)
         if isinstance(out, _Killed):
@@ -77,7 +82,9 @@ class Worker:
             out = self._attempt(case, request, deadline or self.deadline)
             self.unusable = out.message if out.message.startswith(OUT_OF_MEMORY) else ""
         if out.status in ("crashed", "hung") and self.proves_device and (wrong := self._known_good()):
-            self.unusable = f"device {self.arguments['device']} fails a known computation ({wrong}) after a case {out.status}"
+            self.unusable = (
+                f"device {self.arguments['device']} fails a known computation ({wrong}) after a case {out.status}"
+            )
             out = Execution("infrastructure", message=f"{self.unusable}: {out.message}; the case: {case.key}")
         self.compiled.add(out.compiled)
         self._write({"done": self._count, "status": out.status})

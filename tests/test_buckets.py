@@ -117,7 +117,9 @@ def test_run_time_arguments_stay_in_the_bucket(field, value):
     assert bucket(Case().but(**{field: value})) == bucket(Case())
 
 
-@pytest.mark.parametrize("field, value", [("D", 2), ("dtype", "float16"), ("softcap", 5.0), ("layout_q", "blhd"), ("bias", "normal")])
+@pytest.mark.parametrize(
+    "field, value", [("D", 2), ("dtype", "float16"), ("softcap", 5.0), ("layout_q", "blhd"), ("bias", "normal")]
+)
 def test_structure_leaves_the_bucket(field, value):
     assert bucket(Case().but(**{field: value})) != bucket(Case())
 
