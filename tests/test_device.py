@@ -106,7 +106,7 @@ def test_warm_says_that_a_target_without_kernels_leaves_nothing_to_keep(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, key", [("illegal_access", "crash:"), ("hang", "hang:")])
+@pytest.mark.parametrize(("name", "key"), [("illegal_access", "crash:"), ("hang", "hang:")])
 def test_a_kernel_that_takes_the_device_down_is_found_and_the_hunt_goes_on(path, name, key):
     few = Policy(variants=VARIANTS, distinct=1, probes=6, slow_probes=2, again=1, more=(5, 10))
     one = Worker(f"{TARGETS / 'gpu_faults.py'}:{name}", dialect="sdpa", device="cuda", deadline=6.0)
