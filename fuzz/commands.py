@@ -122,8 +122,7 @@ SHARED = (
     click.option(
         "--configs",
         type=click.Choice(["first", "each", "tuned"]),
-        default="",
-        show_default=False,
+        callback=lambda _context, _option, value: value or "",
         help="Which configurations of autotuned Triton kernels run: the first (interpreted), each, or what Triton chooses.",
     ),
 )
