@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,13 @@ def warm(
     return outcome.code
 
 
-@dataclass
 class _Compiler:
     """In a judge's place: it runs every case once for what it compiles. `raised` counts what kernels that do nothing led to."""
 
-    session: Session
-    raised: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def runner(self) -> Any:
-        """What runs the target."""
-        return self.session.runner
-
-    @property
-    def region(self) -> Region | None:
-        """The region that the target declares."""
-        return self.session.declared
+    def __init__(self, session: Session) -> None:
+        self.runner: Any = session.runner
+        self.region: Region | None = session.declared
+        self.raised: Counter[str] = Counter()
 
     def check(self, case: Case, thorough: bool = False, *, explain: bool = True) -> Verdict:  # noqa: ARG002
         """Whether the case was taken: refused counts as it would in a hunt."""

@@ -146,8 +146,8 @@ def _answer(runner: Runner, requests: int, replies: int) -> None:
 def _run(runner: Runner, replies: int, message: dict[str, Any]) -> None:
     """Run a case. An error of the harness itself is told as such, never as one of the target."""
     try:
-        case, stored = case_from_json(message["case"]), message.get("stored", "")
-        out = runner.run(case, exact=message["exact"], repeat=message["repeat"], stored=stored)
+        case, names = case_from_json(message["case"]), ("exact", "repeat", "config", "stored")
+        out = runner.run(case, **{n: message[n] for n in names if n in message})
     except Exception as e:  # noqa: BLE001 (as above)
         short = isinstance(e, MemoryError | torch.OutOfMemoryError)
         text = OUT_OF_MEMORY if short else type(e).__name__

@@ -84,6 +84,7 @@ class Options:
     modes: tuple[str, ...] = ()
     in_process: bool = False
     log: Path | None = None
+    configs: str = ""
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -125,6 +126,12 @@ SHARED = (
         default=None,
         metavar="FILE",
         help="Write each case before it runs: names the case that took the machine down.",
+    ),
+    click.option(
+        "--configs",
+        type=click.Choice(["first", "each", "tuned"]),
+        callback=lambda _context, _option, value: value or "",
+        help="Which configurations of autotuned Triton kernels run: the first (interpreted), each, or what Triton chooses.",
     ),
 )
 

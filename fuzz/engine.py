@@ -91,7 +91,7 @@ class _Hunt:
         study = Study(self.book, self.campaign, self.policy, self._emit, self.clock)
         try:
             self._search()
-            if not getattr(self.judge.runner, "unusable", ""):
+            if not self._unusable():
                 study.run()
         except KeyboardInterrupt:
             self.campaign.stopped = "interrupted"
@@ -140,7 +140,7 @@ class _Hunt:
 
     def _over(self) -> bool:
         c, now = self.campaign, self.clock() - self.started
-        if self.lost >= LOST_IN_A_ROW or getattr(self.judge.runner, "unusable", ""):
+        if self.lost >= LOST_IN_A_ROW or self._unusable():
             c.stopped = "infrastructure"
         elif self.examples is not None and c.cases >= self.examples:
             c.stopped = "examples"
@@ -149,6 +149,10 @@ class _Hunt:
         elif c.cases_to_first_failure is not None and self._enough_after_failure(now):
             c.stopped = "failure"
         return c.stopped != ""
+
+    def _unusable(self) -> bool:
+        """Whether the runner can run no further case, through no fault of the target."""
+        return bool(getattr(self.judge.runner, "unusable", None))
 
     def _enough_after_failure(self, now: float) -> bool:
         """Whether as many cases again as led to the newest failure, or the policy's seconds, brought no other."""

@@ -21,6 +21,7 @@ from ..impls import Implementation
 from ..impls.loading import TargetError, load, own_frames
 from ..oracles import interpreter
 from ..oracles.allocations import GuardedAllocations
+from ..oracles.configurations import CHOICE, HOW, install
 from ..oracles.contract import contract_for
 from ..oracles.finding import Finding
 from ..oracles.invariants import OF_CALL, OF_PROCESS, Watched, purity, same_bits
@@ -59,17 +60,18 @@ class Execution:
     printed: str = ""
     seconds: float = 0.0
     traffic: dict[str, Any] = field(default_factory=dict)
+    configurations: int = 1  # the most that an autotuned kernel could choose from
     compiled: dict[str, Any] = field(default_factory=dict)  # what compiling.Watch saw; `seconds` are without it
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors."""
-        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled")
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled", "configurations")
         return {n: getattr(self, n) for n in names} | {"findings": [f.to_json() for f in self.findings]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], outputs: dict[str, Tensor], exact: dict[str, Tensor] | None) -> Execution:
         """The execution that `to_json` wrote, with its tensors."""
-        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled")
+        names = ("status", "message", "traceback", "printed", "seconds", "traffic", "compiled", "configurations")
         findings = [Finding.from_json(f) for f in data["findings"]]
         return cls(**{n: data[n] for n in names}, findings=findings, outputs=outputs, exact=exact)
 
@@ -113,6 +115,7 @@ class Runner:
         device: str = "cpu",
         contract: str = "",
         printed: Callable[[], str] = lambda: "",
+        configs: str = "",
         interruptible: bool = True,  # by Ctrl-C; in a child process only the target itself raises KeyboardInterrupt
     ) -> None:
         self.device = present(device)
@@ -131,6 +134,10 @@ class Runner:
         self.printed = printed
         self.interruptible = interruptible
         self.watch, self.compiled = Watch(), Compiled()
+        self.configs = configs or ("first" if device == "cpu" else "tuned")
+        if self.configs not in HOW or (device == "cpu" and self.configs == "tuned"):
+            allowed = "first or each on a CPU, where nothing can be timed, else first, each or tuned"
+            raise ValueError(f"configs must be {allowed}, got configs={configs!r} on {device}")
         self.info = self._info()
 
     @property
@@ -159,9 +166,14 @@ class Runner:
             "environment": environment(self.device),
         }
 
-    def run(self, case: Case, *, exact: bool = False, repeat: bool = False, stored: str = "") -> Execution:
-        """The case's call sequence; the outputs are those of its last call. `stored` names a file of real inputs."""
-        self.watch.install()
+    def run(
+        self, case: Case, *, exact: bool = False, repeat: bool = False, config: int = 0, stored: str = ""
+    ) -> Execution:
+        """The case's call sequence; the outputs are those of its last call.
+
+        `config` is that of autotuned kernels. `stored` names a file of real inputs.
+        """
+        self._install(config)
         started = time.perf_counter() - self.watch.seconds
         out = Execution("ok")
         inputs = stored_inputs(case, Path(stored), self.device) if stored else build(case, self.device)
@@ -179,13 +191,22 @@ class Runner:
         out.printed = self.printed()
         out.seconds = time.perf_counter() - started - self.watch.seconds
         out.compiled = self.watch.taken()
+        out.configurations = CHOICE.count
         self.compiled.add(out.compiled)
         return out
 
     def probe(self) -> tuple[dict[str, str], list[Finding]]:
         """Per bound keyword, whether it changes the answer; findings of the keywords that are accepted and ignored."""
-        self.watch.install()
+        self._install(0)
         return probe_keywords(self.binding, self.implementation.call, self.device)
+
+    def _install(self, config: int) -> None:
+        """Watch the compilers and tuners that are imported by now."""
+        self.watch.install()
+        CHOICE.begin(config)
+        CHOICE.chose = self.watch.chose
+        if not self.interpreted and "triton.runtime.autotuner" in sys.modules:
+            install(self.configs)
 
     def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:
         first = self._once(inputs, out) if inputs.case.sequence else None

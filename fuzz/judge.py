@@ -264,6 +264,17 @@ class Judge:
         repeat = thorough or one_in(REPEAT_ONE_IN, case, "repeat")
         exact = thorough or one_in(EXACT_ONE_IN, case, "exact")
         execution = self.runner.run(case, exact=exact, repeat=repeat)
+        verdict = self._judged(case, execution)
+        if getattr(self.runner, "configs", "") != "each":
+            return verdict
+        for config in range(1, execution.configurations):
+            if verdict.failures:
+                break
+            other: Any = self.runner
+            verdict = self._judged(case, other.run(case, exact=exact, repeat=repeat, config=config))
+        return verdict
+
+    def _judged(self, case: Case, execution: Execution) -> Verdict:
         contract = self.contract(computed_dtype(case, execution))
         return judge(case, execution, contract, self.region, dropout_known=self.dropout_known)
 

@@ -93,7 +93,7 @@ def _pretend_torch(major: int, minor: int) -> None:
     for name, value in (("is_cuda", True), ("is_cpu", False), ("device", here)):
         setattr(Tensor, name, property(_constant(value)))
     Tensor.get_device = _constant(0)  # type: ignore[method-assign]
-    _OnTheCpu().__enter__()
+    _OnTheCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _constant(value: Any) -> Callable[..., Any]:

@@ -66,9 +66,17 @@ def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runn
     try:
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
-            return Runner(target, dialect=dialect, device=device, contract=contract)
-        log = options.log
-        return Worker(target, dialect=dialect, device=device, contract=contract, log=log, arch=arch, tree=tree)
+            return Runner(target, dialect=dialect, device=device, contract=contract, configs=options.configs)
+        return Worker(
+            target,
+            dialect=dialect,
+            device=device,
+            contract=contract,
+            log=options.log,
+            arch=arch,
+            configs=options.configs,
+            tree=tree,
+        )
     except DeviceAbsent as e:
         raise Stop(str(e), Exit.BLIND) from None
     except TargetError as e:

@@ -49,11 +49,14 @@ class Worker:
         log: Path | None = None,
         deadline: float = DEADLINE,
         arch: str = "",  # pretended, see offline
+        configs: str = "",
         tree: Tree | None = None,
     ) -> None:
         self.arguments: dict[str, Any] = {"target": target, "dialect": dialect, "device": device, "contract": contract}
         self.arguments |= {"arch": arch} if arch else {}
+        self.arguments |= {"configs": configs} if configs else {}
         self.arguments["tree"] = tree.to_json() if tree else None
+        self.configs = configs
         self.deadline = deadline
         self.deaths = 0
         self.lost = 0  # children lost through no fault of the target
@@ -72,12 +75,15 @@ class Worker:
         *,
         exact: bool = False,
         repeat: bool = False,
+        config: int = 0,
         deadline: float | None = None,
         stored: str = "",
     ) -> Execution:
         """The execution of one case: status crashed when the child died, hung when it passed the deadline."""
         self._count += 1
-        request = {"op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat, "stored": stored}
+        request = {
+            "op": "run", "case": case.to_json(), "exact": exact, "repeat": repeat, "config": config, "stored": stored,
+        }  # fmt: skip
         self._write({"start": self._count, "case": request["case"]}, sync=True)
         out = self._attempt(case, request, deadline or self.deadline)
         if isinstance(out, _Killed):

@@ -21,6 +21,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
 from .. import compat
+from .configurations import run_chosen
 from .interpreter_patches import Patches
 from .monitor import Monitor
 from .monitor_memory import Memory
@@ -65,7 +66,7 @@ def apply(patches: Patches, memory: Memory, watch: OverflowWatch) -> None:
     patches.set(interp, "_implicit_cvt", implicit_cvt)
     patches.set(interp.GridExecutor, "__call__", call)
     patches.set(interp.FunctionRewriter, "_compile_and_exec", _compile_and_exec)
-    patches.set(Autotuner, "run", _run_first_configuration)
+    patches.set(Autotuner, "run", run_chosen)
     _poison_masked_lanes(patches, memory)
     _adopt_compiled_functions(patches)
 
@@ -177,28 +178,6 @@ def _explained(kernel: str, error: Exception) -> Exception:
 
 
 # decorators
-
-
-def _run_first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Launch an autotuned kernel with its first configuration that the kernel's own pruning leaves; nothing is timed."""
-    self.nargs = dict(zip(self.arg_names, args, strict=False))
-    config = self.best_config = _first_configuration(self, kwargs)
-    if config.pre_hook is not None:
-        config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})
-    result = self.fn.run(*args, **kwargs, **config.all_kwargs())
-    self.nargs = None
-    return result
-
-
-def _first_configuration(tuner: Any, kwargs: dict[str, Any]) -> Any:
-    if tuner.early_config_prune is None:
-        return tuner.configs[0]
-    try:
-        left = tuner.early_config_prune(tuner.configs, tuner.nargs, **kwargs)
-    except (RuntimeError, AssertionError):
-        # A pruning that asks the GPU for its properties cannot be followed without one.
-        return tuner.configs[0]
-    return (list(left) or tuner.configs)[0]
 
 
 def _adopt_compiled_functions(patches: Patches) -> None:

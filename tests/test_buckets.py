@@ -112,13 +112,13 @@ def test_no_bucket_is_opened_once_half_of_the_time_went_into_compilation():
     assert b.all == []
 
 
-@pytest.mark.parametrize("field, value", [("Lq", 7), ("B", 3), ("seed", 9), ("data", "uniform"), ("scale", 0.5)])
+@pytest.mark.parametrize(("field", "value"), [("Lq", 7), ("B", 3), ("seed", 9), ("data", "uniform"), ("scale", 0.5)])
 def test_run_time_arguments_stay_in_the_bucket(field, value):
     assert bucket(Case().but(**{field: value})) == bucket(Case())
 
 
 @pytest.mark.parametrize(
-    "field, value", [("D", 2), ("dtype", "float16"), ("softcap", 5.0), ("layout_q", "blhd"), ("bias", "normal")]
+    ("field", "value"), [("D", 2), ("dtype", "float16"), ("softcap", 5.0), ("layout_q", "blhd"), ("bias", "normal")]
 )
 def test_structure_leaves_the_bucket(field, value):
     assert bucket(Case().but(**{field: value})) != bucket(Case())

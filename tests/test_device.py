@@ -8,11 +8,13 @@ import pytest
 
 from flashproof.__main__ import run
 from flashproof.fuzz import worker
+from flashproof.fuzz.buckets import VARIANTS
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import known_good
-from flashproof.fuzz.found import verdict_and_exit_code
+from flashproof.fuzz.found import Policy, verdict_and_exit_code
 from flashproof.fuzz.judge import Judge
+from flashproof.fuzz.region import Region
 from flashproof.fuzz.worker import Worker
 
 TARGETS = Path(__file__).parent / "targets"
@@ -101,3 +103,15 @@ def test_a_second_warm_compiles_nothing(tmp_path):
 def test_warm_says_that_a_target_without_kernels_leaves_nothing_to_keep(tmp_path, capsys):
     assert run(["warm", "textbook", "--arch", "sm_90", "--cache", str(tmp_path), "--examples", "3"]) == 4
     assert "launched no Triton kernel" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "key"), [("illegal_access", "crash:"), ("hang", "hang:")])
+def test_a_kernel_that_takes_the_device_down_is_found_and_the_hunt_goes_on(path, name, key):
+    few = Policy(variants=VARIANTS, distinct=1, probes=6, slow_probes=2, again=1, more=(5, 10))
+    one = Worker(f"{TARGETS / 'gpu_faults.py'}:{name}", dialect="sdpa", device="cuda", deadline=6.0)
+    with one:
+        campaign = hunt(Judge(one), Region(masks=("none",), gqa=False), examples=40, policy=few)
+    keys = [f.key for f in campaign.failures] + list(campaign.unshrunk)
+    assert any(k.startswith(key) for k in keys) and campaign.infrastructure == 0 and one.deaths > 0
+    assert campaign.cases > (campaign.cases_to_first_failure or 0)
