@@ -270,7 +270,7 @@ def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
 def _asked_for(key: str) -> str:
     """The gradient that a failure of it needs: "q" for dq; empty for others."""
     tensor = key.partition(":")[2]
-    return tensor[1] if tensor in ("dq", "dk", "dv") else ""
+    return tensor[1] if tensor in ("dq", "dk", "dv", "dsinks") else ""
 
 
 def _forward_first(key: str) -> int:
