@@ -50,7 +50,7 @@ class OfflineRunner(Runner):
         super().__init__(target, **options)
 
     @contextlib.contextmanager
-    def _guards(self, _: Execution) -> Iterator[dict[str, Tensor]]:
+    def _guards(self, _: Execution, mode: str = "") -> Iterator[dict[str, Tensor]]:  # noqa: ARG002 (as Runner)
         """None: nothing is written, and torch would be asked for memory of the device beneath the pretence."""
         yield {}
 

@@ -64,7 +64,9 @@ def test_a_signature_that_does_not_decide_names_the_candidates(fn: Any, words: s
 
 
 def test_unknown_dialect_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="one of sdpa, flash_attn, flash_attn_varlen, flex, native, adapter, got dialect='x'"):
+    with pytest.raises(
+        ValueError, match="one of sdpa, flash_attn, flash_attn_varlen, flex, native, adapter, got dialect='x'"
+    ):
         recognise(lambda q, k, v: 0, "x")
 
 

@@ -36,7 +36,7 @@ def native(q, k, v, *, mask=None, bias=None, scale=None, softcap=0.0, return_lse
     return (o, lse) if return_lse else o
 
 
-def varlen(  # noqa: PLR0913, PLR0917 (the signature of flash_attn_varlen_func)
+def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, return_lse=False,
 ):  # fmt: skip

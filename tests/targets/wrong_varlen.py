@@ -28,7 +28,7 @@ def _spans(cu_seqlens_q, cu_seqlens_k, fault):
     return spans
 
 
-def attention(  # noqa: PLR0913, PLR0917 (the signature of flash_attn_varlen_func)
+def attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale=None, causal=False, window_size=(-1, -1), return_lse=False, *, fault="",
 ):  # fmt: skip
