@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..impls.emulation import Arithmetic
 from ..impls.emulation import run as emulated
-from ..oracles.characterise import KEPT_FIELDS, MEASURED, Fit, Sample, fit
+from ..oracles.characterise import KEPT_FIELDS, MEASURED, Fit, fit
 from ..oracles.exact import Problem
+from ..oracles.sample import Sample
 from .case import Case
 from .generate import drawn
 from .hashing import uniform_bits

@@ -9,20 +9,14 @@ scale is worth is measured on the same problems: a conforming implementation giv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from .contract import PRESETS, TENSORS, Contract, contract_for
-from .elements import FEWEST, excess, judge_problem
-from .exact import Array, Problem, Reference, doubles
-from .limits import limits
-from .spread import sigmas
-from .taint import separate
+from .sample import Sample, log_sizes, outside, special
 from .traits import TIGHTEST, TRAITS, Trait
 
 VIOLATION, COST, CAUTIOUS = 3.0, 0.5, 2.5
@@ -45,68 +39,6 @@ VIOLATING = 30
 ROUNDS = 8
 KEPT_FIELDS = ("kv_tile", "q_tile", "rescale_slack", "delta", "forward_only", "deterministic")
 """Items of a declared contract that no fit can see; they stay."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One run: the problem, what was returned, and what a conforming implementation returns for it (None: not measured)."""
-
-    problem: Problem
-    outputs: Mapping[str, Tensor]
-    dtype: str
-    conforming: Mapping[str, Tensor] | None = None
-    words: str = ""
-    kind: str = ""  # of its data: what is expected is calibrated for each kind
-
-    @cached_property
-    def reference(self) -> Reference:
-        """The float64 answer."""
-        return Reference(separate(self.problem, Contract())[0])
-
-    @cached_property
-    def errors(self) -> dict[str, Array]:
-        """Per tensor of enough elements, what was returned minus the answer."""
-        return self._minus(self.outputs)
-
-    @cached_property
-    def conforming_errors(self) -> dict[str, Array]:
-        """The same of the conforming implementation."""
-        return self._minus(self.conforming or {})
-
-    @cached_property
-    def given(self) -> dict[str, Array]:
-        """What was returned, as float64."""
-        return {n: doubles(x) for n, x in self.outputs.items() if x is not None and n in self.reference.arrays}
-
-    @property
-    def backward(self) -> bool:
-        """Whether a gradient was returned."""
-        return any(n not in ("o", "lse") for n in self.given)
-
-    @cached_property
-    def plain(self) -> bool:
-        """Whether elements against limits is all there is to say: finite numbers, the right shapes, no row without a key."""
-        r = self.reference
-        tensors = (
-            self.problem.q,
-            self.problem.k,
-            self.problem.v,
-            self.problem.do,
-            self.problem.dlse,
-            self.problem.bias,
-        )
-        finite = all(bool(t.isfinite().all()) for t in tensors if t is not None)
-        alike = all(x.shape == r.arrays[n].shape and np.isfinite(x).all() for n, x in self.given.items())
-        return finite and alike and not r.dead.any()
-
-    def _minus(self, outputs: Mapping[str, Tensor]) -> dict[str, Array]:
-        want = self.reference.arrays
-        with np.errstate(all="ignore"):
-            return {
-                n: doubles(x) - want[n]
-                for n, x in outputs.items()
-                if n in want and x is not None and x.numel() >= FEWEST and tuple(x.shape) == want[n].shape
-            }
 
 
 @dataclass(frozen=True)
@@ -213,11 +145,11 @@ class _Fitting:
 
     def _policies(self, candidates: Sequence[Trait]) -> tuple[Trait, ...]:
         """The policies without which more runs are wrong, the strictest of each group."""
-        special = sorted({i for i, _ in self.start if not self.samples[i].plain})
+        odd = sorted({i for i, _ in self.start if not self.samples[i].plain})
         chosen: tuple[Trait, ...] = ()
         for _ in range(len(candidates)):
-            now = self._special(chosen, special)
-            tried = [(self._special(_with(chosen, t), special), n, t) for n, t in enumerate(candidates)] if now else []
+            now = self._special(chosen, odd)
+            tried = [(self._special(_with(chosen, t), odd), n, t) for n, t in enumerate(candidates)] if now else []
             if not tried or min(tried)[0] >= now:
                 break
             chosen = _with(chosen, min(tried)[2])
@@ -226,7 +158,7 @@ class _Fitting:
     def _special(self, traits: tuple[Trait, ...], runs: Iterable[int]) -> int:
         """Tensors with wrong rows that have no key, or wrong non-finite numbers: what policies are about."""
         contracts = self._by_dtype(traits)
-        return sum(_special(self.samples[i], contracts[self.samples[i].dtype]) for i in runs)
+        return sum(special(self.samples[i], contracts[self.samples[i].dtype]) for i in runs)
 
     def _changed(self, state: _State, candidates: list[Trait]) -> list[_State]:
         """The states with one trait more, or one in the place of another."""
@@ -290,7 +222,7 @@ class _Fitting:
         for i in runs:
             key = (i, contracts[self.samples[i].dtype])
             if key not in self.outside:
-                self.outside[key] = _outside(self.samples[i], key[1])
+                self.outside[key] = outside(self.samples[i], key[1])
             out |= {(i, n) for n in self.outside[key]}
         return frozenset(out)
 
@@ -301,7 +233,7 @@ class _Fitting:
         for s in runs:
             key = (id(s), contracts[s.dtype])
             if key not in self.sizes:
-                self.sizes[key] = _log_sizes(s, s.errors, key[1])
+                self.sizes[key] = log_sizes(s, s.errors, key[1])
             for name, x in self.sizes[key].items():
                 factor = 0.0 if _unrounded(name, key[1]) else self.base.get((s.dtype, name, s.kind), 0.0)
                 out.setdefault((s.dtype, name), []).append(x - factor)
@@ -312,7 +244,7 @@ class _Fitting:
         contracts = self._by_dtype(())
         found: dict[tuple[str, str, str], list[float]] = {}
         for s in self.measured:
-            for name, x in _log_sizes(s, s.conforming_errors, contracts[s.dtype]).items():
+            for name, x in log_sizes(s, s.conforming_errors, contracts[s.dtype]).items():
                 if _kind(name, s.dtype) == "16 bit":
                     found.setdefault((s.dtype, name, s.kind), []).append(x)
         return {key: _mean(values) for key, values in found.items()}
@@ -422,45 +354,6 @@ def _distinct(traits: Iterable[Trait], contracts: Callable[[tuple[Trait, ...]], 
             seen.add(made)
             out.append(t)
     return out
-
-
-def _outside(sample: Sample, contract: Contract) -> list[str]:
-    """Tensors of a run that are beyond a limit, or of the wrong shape."""
-    if sample.plain:
-        allowed = limits(sample.reference, contract, backward=sample.backward)
-        ratios = {n: excess(x, sample.reference.arrays[n], allowed.b[n]) for n, x in sample.given.items()}
-        return [n for n, x in ratios.items() if (np.where(allowed.loose.get(n, False), 0.0, x) > 1.0).any()]
-    try:
-        report = judge_problem(sample.problem, sample.outputs, contract)
-    except ArithmeticError:  # ours, and nothing can be said of the target
-        return []
-    return [n for n, used in report.budget.items() if used > 1.0] + [
-        f.tensor for f in report.findings if f.oracle == "shape"
-    ]
-
-
-def _special(sample: Sample, contract: Contract) -> int:
-    """Findings about rows without a key and about non-finite numbers."""
-    try:
-        findings = judge_problem(sample.problem, sample.outputs, contract).findings
-    except ArithmeticError:  # as above
-        return 0
-    return sum(f.oracle in ("dead-row", "nonfinite") for f in findings)
-
-
-def _log_sizes(sample: Sample, errors: dict[str, Array], contract: Contract) -> dict[str, float]:
-    """Per tensor with enough elements whose size can be expected, the log of the root mean square of error over that size."""
-    expected = sigmas(sample.reference, contract, backward=any(n not in ("o", "lse") for n in errors)) if errors else {}
-    sizes = {n: _log_size(e, expected[n]) for n, e in errors.items()}
-    return {n: x for n, x in sizes.items() if x is not None}
-
-
-def _log_size(error: Array, expected: Array) -> float | None:
-    ok = np.isfinite(expected) & (expected > 0) & np.isfinite(error)
-    if int(ok.sum()) < FEWEST // 2:
-        return None
-    z = error[ok] / expected[ok]
-    return float(np.log(np.clip(np.sqrt((z * z).mean()), 1e-6, 1e9)))
 
 
 def _mean(values: Sequence[float]) -> float:

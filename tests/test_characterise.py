@@ -11,9 +11,10 @@ from flashproof.fuzz.masks import Padding
 from flashproof.fuzz.region import Region
 from flashproof.fuzz.tensors import build
 from flashproof.impls.emulation import Arithmetic, broken, run
-from flashproof.oracles.characterise import Fit, Sample, Seen, _Fitting, fit, nearer
+from flashproof.oracles.characterise import Fit, Seen, _Fitting, fit, nearer
 from flashproof.oracles.contract import PRESETS, contract_for
 from flashproof.oracles.exact import Problem
+from flashproof.oracles.sample import Sample
 from flashproof.oracles.traits import TRAITS
 
 REGION = Region(softcap=False, dropout=False, dv_differs=False)
