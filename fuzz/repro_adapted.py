@@ -148,7 +148,8 @@ class AdaptedScript(Script):
             value = self._idle(name, inputs) if name == leave_out else given[name]
             out.append(f"{name}={self._argument(name, value, inputs)}")
         if inputs.dlse is not None:
-            out.append(f"dlse={self.writer.define('dlse', given.get('dlse', inputs.dlse).contiguous())}")
+            dlse = arrangement.lse(inputs.dlse * (LN2 if a.lse == "log2" else 1.0), a.lse_shape)
+            out.append(f"dlse={self.writer.define('dlse_given', dlse.contiguous())}")
         return ", ".join(out + [self._made(n, asked, inputs) for n, asked in self._asked().items()])
 
     def _idle(self, name: str, inputs: Inputs) -> Any:
