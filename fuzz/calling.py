@@ -47,12 +47,11 @@ class Caller:
         return DIALECTS[self.binding.dialect].rows
 
     def lines(self) -> list[str]:
-        """The function `call`, after `pack` where it needs it."""
+        """The function `call`."""
         swap = ".transpose(1, 2)" if DIALECTS[self.binding.dialect].heads_inside else ""
         batch = "B=1, " if self.rows else ""
         rows = ", from packed rows" if self.rows else ""
         return [
-            *([*PACK, "", ""] if self.rows else []),
             f'def call(q, k, v, do, {"dlse, " * self.through_lse}{batch}wanted="qkv", **keywords):',
             f'    """Outputs and gradients of the target by name, (B, H, L, D){rows}."""',
             f'    x = {{n: t{swap}.detach().requires_grad_(n in wanted) for n, t in zip("qkv", (q, k, v))}}',

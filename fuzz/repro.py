@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..oracles.finding import Finding
-from .calling import IMPORTS, Caller, block_mask, packed, plain, score_function
+from .calling import IMPORTS, PACK, Caller, block_mask, packed, plain, score_function
 from .case import Case, case_from_json
 from .corpus import CorpusError, Record
 from .definition import Check, agrees, answers, comparison, definition, elements
@@ -56,6 +56,7 @@ class Script:
             self.header(),
             target,
             *functions,
+            PACK if DIALECTS[self.binding.dialect].rows else [],
             self.writer.lines,
             self.call_function(),
             calls,
