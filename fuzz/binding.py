@@ -247,7 +247,7 @@ def expressible(binding: Binding, region: Region | None = None) -> Region:
         dropout=region.dropout and has.get("dropout", False),
         lse=region.lse and has["lse"],
         lse_grad=region.lse_grad and has["lse"],
-        alibi=region.alibi and has["alibi"],
-        sinks=region.sinks and has["sinks"],
-        sinks_grad=region.sinks_grad and has["sinks"],
+        alibi=region.alibi and has.get("alibi", False),
+        sinks=region.sinks and has.get("sinks", False),
+        sinks_grad=region.sinks_grad and has.get("sinks", False),
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from .case import Case
 from .learn import kinds
+from .masks import Packed
 from .region import Region
 from .strategies import CHOICES, FEATURES, Menu, decode, menu_of
 from .tensors import MAX_ORACLE_BYTES, oracle_bytes
@@ -184,17 +185,22 @@ def redrawn(menu: Menu, b: Bucket, data: bytes) -> Case:
     """A case of the bucket whose run-time fields are decoded from other bytes."""
     mixed = bytes(new if name in DRAWN_ANEW else old for name, old, new in zip(CHOICES, b.bytes, data, strict=True))
     other, template = decode(menu, mixed), b.case
-    changes = {n: getattr(other, n) for n in ("B", "Lq", "Lk", "grad", "scale", "seed", "Hkv")}
+    changes = {n: getattr(other, n) for n in ("grad", "scale", "seed", "Hkv")}
     changes["Hq"] = other.Hkv * template.G
     same = [type(m) for m in other.mask.walk()] == [type(m) for m in template.mask.walk()]
     changes |= {"mask": other.mask, "data": other.data} if same else {}
-    return within(template.but(**changes))
+    if same or Packed not in map(type, template.mask.walk()):  # the lengths of packed sequences add up to Lq and Lk
+        changes |= {n: getattr(other, n) for n in ("B", "Lq", "Lk")}
+    case = within(template.but(**changes))
+    return (
+        case if _work(case) <= WORK else template.but(seed=other.seed)
+    )  # packed sequences cannot be made shorter here
 
 
 def within(case: Case) -> Case:
     """The case with shorter lengths, fewer batches and heads where it is more work than a drawn case may be."""
     while _work(case) > WORK or oracle_bytes(case) > MAX_ORACLE_BYTES:
-        if max(case.Lq, case.Lk) > 1:
+        if max(case.Lq, case.Lk) > 1 and Packed not in map(type, case.mask.walk()):
             halved = {n: max(getattr(case, n) // 2, min(getattr(case, n), 1)) for n in _longer(case)}
         elif case.Hkv > 1:
             halved = {"Hkv": 1, "Hq": case.G}

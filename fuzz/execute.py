@@ -169,10 +169,7 @@ class Runner:
     def run(
         self, case: Case, *, exact: bool = False, repeat: bool = False, config: int = 0, stored: str = ""
     ) -> Execution:
-        """The case's call sequence; the outputs are those of its last call.
-
-        `config` is that of autotuned kernels. `stored` names a file of real inputs.
-        """
+        """The outputs of the last call of the case's sequence. `config`: of autotuned kernels; `stored`: a file of real inputs."""
         self._install(config)
         started = time.perf_counter() - self.watch.seconds
         out = Execution("ok")

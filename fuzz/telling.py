@@ -41,7 +41,7 @@ class Telling:
             "causal_top_left": dense or ("causal" in takes and a.align == "top_left"),
             "causal_bottom_right": dense or ("causal" in takes and a.align == "bottom_right"),
             "window": dense or "window" in takes,
-            "bool": dense or packed,
+            "bool": dense,
             "packed": dense or packed,
             "additive": dense and bias,
         }
@@ -53,6 +53,12 @@ class Telling:
             bias=region.bias and bias,
             bias_grad=region.bias_grad and bias and backward and (a.bwd is None or "dbias" in a.bwd_returns),
             scale=region.scale and "scale" in takes,
+            alibi=region.alibi and "alibi_slopes" in takes,
+            sinks=region.sinks and "sinks" in takes,
+            sinks_grad=region.sinks_grad
+            and "sinks" in takes
+            and backward
+            and (a.bwd is None or "dsinks" in a.bwd_returns),
             softcap=region.softcap and "softcap" in takes,
             dropout=region.dropout and "dropout" in takes,
             lse=region.lse and lse,

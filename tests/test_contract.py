@@ -43,7 +43,7 @@ def test_words_and_flags_are_read() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("tf23", "must name a preset (ieee, tf32"),
+        ("tf23", "must name a preset (default, ieee, tf32"),
         ("kv_tle=3", "must be one of acc_eta"),
         ("exp_u=tiny", "must be a number >= 0, io or io_eta, got exp_u=tiny"),
         ("exp_u=-1", "must be a number >= 0"),

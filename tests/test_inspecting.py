@@ -8,7 +8,7 @@ import pytest
 from flashproof.__main__ import run
 from flashproof.fuzz import inspecting
 from flashproof.fuzz.commands import Exit
-from flashproof.fuzz.compilations import compiled, words
+from flashproof.fuzz.compiling import Compiled
 from flashproof.fuzz.inspecting import declaration
 from flashproof.fuzz.region import Region
 
@@ -103,7 +103,7 @@ def test_a_right_target_is_told_what_to_run_next(here, capsys):
         and "--characterise" in shown
     )
     assert document["binding"]["dialect"] == "sdpa" and document["probe"]["run"] == 16 and document["keywords"]
-    assert document["compiled"]["triton"] == 0 and len(document["smoke"]) == 5 and document["next"]
+    assert document["compiled"]["variants"] == 0 and len(document["smoke"]) == 5 and document["next"]
 
 
 def test_a_layout_with_the_heads_inside_is_recognised(here, capsys):
@@ -146,20 +146,11 @@ def test_the_probe_stops_when_its_time_is_up(here, capsys, monkeypatch):
     assert document["probe"]["run"] == 0 and "from 0 of 16 (time is up) small cases" in shown
 
 
-def test_interpreted_kernels_are_told_apart_from_compiled_ones():
-    some = {
-        "triton": 3,
-        "triton_cached": 1,
-        "triton_seconds": 2.5,
-        "kernels": ["fwd", "bwd"],
-        "graphs": 2,
-        "graph_seconds": 1.0,
-    }
-    assert words(some, False, "cuda") == [
-        "Triton: 3 variants of 2 kernels compiled in 2.5 s, 1 loaded from the cache", "torch.compile: 2 graphs in 1.0 s",
-    ]  # fmt: skip
-    assert words({}, True, "cpu") == ["Triton kernels are interpreted, nothing compiled"]
-    assert words(compiled() | {"graphs": 0}, False, "cpu") == ["nothing compiled on cpu"]
+def test_what_was_compiled_is_one_line():
+    some = Compiled()
+    some.add({"variants": ["fwd 1", "fwd 2", "bwd 1"], "built": 2, "seconds": 2.5})
+    assert str(some) == "3 variants (1 from a cache) in 2.5 s, apart from every deadline"
+    assert not str(Compiled())
 
 
 def test_a_region_is_declared_by_what_differs_from_the_default():
