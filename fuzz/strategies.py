@@ -60,8 +60,7 @@ CHOICES = (
 """What each byte chooses; earlier ones are shrunk with priority."""
 
 _STRUCTURES = (
-    ("causal_top_left", 2), ("causal_bottom_right", 2), ("window", 2), ("packed", 3),
-    ("bool", 7), ("additive", 6),
+    ("causal_top_left", 2), ("causal_bottom_right", 2), ("window", 2), ("packed", 3), ("bool", 7), ("additive", 6),
 )  # fmt: skip
 _INNER = ("causal", "window", "padding", "document", "prefix", "strided", "block_sparse", "random")
 _DENSE = ("full", *_INNER, "random", "and", "or", "not")

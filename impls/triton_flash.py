@@ -29,7 +29,7 @@ GRID_LIMIT = 65535
 
 @register(
     dialect="native",
-    supports=Region(dropout=False),
+    supports=Region(dropout=False, alibi=False, sinks=False, sinks_grad=False),
     contract="masked_nonfinite=may_leak,kv_tile=16,q_tile=16,deterministic=o+lse+dq+dk+dv",  # dbias is summed by atomics
     triton=True,
 )

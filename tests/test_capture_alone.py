@@ -153,6 +153,7 @@ def test_a_cuda_graph_that_is_being_captured_is_left_alone(capture):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_call_on_a_gpu_does_not_wait_for_it(capture, folder):
     q, k, v = tensors(1, 2, 64, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     with capture():

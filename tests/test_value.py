@@ -269,6 +269,16 @@ def test_dbias_from_the_rounded_weights_is_as_large_as_expected() -> None:
     assert judge(p, out, "", generic=True).zrms["dbias"] > 10
 
 
+def test_rows_that_may_answer_anything_are_no_statistics() -> None:
+    p = replace(
+        normal(lq=30, lk=20), keep=torch.ones(1, 1, 30, 20, dtype=torch.bool).tril(-10)
+    )  # ten rows without a key
+    out = run(p, Arithmetic())
+    out["o"][..., :10, :] = p.v.mean(-2, keepdim=True)
+    assert "o" not in judge(p, out, "dead_rows=mean", generic=True).zrms
+    assert "o" in judge(p, run(p, Arithmetic()), generic=True).zrms
+
+
 def test_few_elements_are_no_statistics() -> None:
     p = normal(lq=1, lk=2)
     assert "o" not in judge(p, run(p, Arithmetic()), generic=True).zrms

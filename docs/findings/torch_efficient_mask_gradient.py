@@ -33,4 +33,4 @@ if "No available kernel" in last:
     print(f"cannot run here: declined ({last})")
     sys.exit(77)
 print(f"expected exit status 0 and 'done Tensor', or a refusal; actual exit status {done.returncode} and {last!r}")
-sys.exit(int(done.returncode < 0 or "CUDA error" in last or "AcceleratorError" in last))
+sys.exit(int(done.returncode != 0))
