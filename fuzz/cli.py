@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from .answers import kept_answer
-from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
+from .commands import COUNT, JOBS, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
@@ -54,6 +54,7 @@ SAVE_TENSORS = click.option(
     metavar="FILE",
     help=f"Known failures, told apart (default {LEDGER} where it exists).",
 )
+@JOBS
 @SEED
 @SAVE
 @SAVE_TENSORS

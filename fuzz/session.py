@@ -12,6 +12,7 @@ from ..impls.loading import TargetError
 from ..oracles.contract import TENSORS, contract_for
 from .commands import Exit, Options, Stop
 from .execute import DeviceAbsent, Runner, region_from_json
+from .fleet import crew, devices
 from .judge import Judge
 from .nursery import WorkerError
 from .region import MASKS, Region
@@ -43,6 +44,16 @@ class Session:
         """What the runner understood of the target, as JSON."""
         return self.runner.info
 
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        """Within it the judge has all the workers that were asked for; Stop says why it cannot."""
+        o = self.options
+        try:
+            with crew(self.judge, devices(o.device or "cpu"), o.jobs, o.log):
+                yield
+        except WorkerError as e:
+            raise Stop(str(e), Exit.INFRASTRUCTURE) from None
+
 
 @contextmanager
 def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None = None) -> Iterator[Session]:
@@ -62,8 +73,11 @@ def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None =
 
 
 def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runner | Worker:
-    dialect, device, contract = options.dialect, options.device or "cpu", options.contract
+    dialect, contract = options.dialect, options.contract
     try:
+        device, *more = devices(options.device or "cpu")
+        if options.in_process and (more or options.jobs > 1):
+            raise ValueError("--in-process runs the target in this process: --jobs must be 1 and --device one device")
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract, configs=options.configs)

@@ -38,6 +38,8 @@ LAYERS = (
     ("fuzz.execute",),
     ("fuzz.offline",),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),
+    ("fuzz.delivery",),
+    ("fuzz.fleet", "fuzz.juror"),
     ("fuzz.alternatives", "fuzz.book", "fuzz.buckets", "fuzz.found", "fuzz.ledger", "fuzz.session"),
     (
         "fuzz.answers",
