@@ -1,8 +1,8 @@
 """What runs in the process of a worker: the nursery that forks children, and a child that loads a target and runs cases.
 
-The nursery (nursery.py is its other side) is started through juror.py, whose children it forks too. A child has two pipes that only this module
-uses; its standard output and error are a file of the parent's, so that whatever the target prints can be told apart and cannot
-garble a message.
+The nursery (nursery.py is its other side) is started through juror.py, whose children it forks too. A child has two pipes that only
+this module uses; its standard output and error are a file of the parent's, so that whatever the target prints can be told apart and
+cannot garble a message.
 """
 
 from __future__ import annotations

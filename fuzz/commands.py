@@ -86,7 +86,6 @@ class Options:
     log: Path | None = None
     configs: str = ""
     jobs: int = 1
-    sanitizer: str = ""
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -99,7 +98,12 @@ SHARED = (
     click.option(
         "--dialect", default="", metavar="NAME", help="Signature the target follows; recognised when left out."
     ),
-    click.option("--device", default="", metavar="DEVICE", help="cpu (the default), cuda or cuda:N; for fuzz and gate also several: cuda:0,cuda:1 or cuda:all."),
+    click.option(
+        "--device",
+        default="",
+        metavar="DEVICE",
+        help="cpu (the default), cuda, cuda:N; several for fuzz and gate: cuda:0,cuda:1 or cuda:all.",
+    ),
     click.option(
         "--contract",
         default="",

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,9 @@ def devices(text: str) -> tuple[str, ...]:
     if len(names) == 1:
         return (present(text),)
     if len(set(names)) < len(names) or not all(n.startswith("cuda:") for n in names):
-        raise ValueError(f"device must be cpu, cuda, cuda:N, cuda:all, or different cuda:N with commas, got device={text!r}")
+        raise ValueError(
+            f"device must be cpu, cuda, cuda:N, cuda:all, or different cuda:N with commas, got device={text!r}"
+        )
     return tuple(map(present, names))
 
 

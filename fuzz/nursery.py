@@ -83,7 +83,7 @@ class Nursery:
     def of(cls, pid: int, control: socket.socket) -> Self:
         """The nursery that a forked child of this process is, told through this socket."""
         one = cls.__new__(cls)
-        one.printed = tempfile.TemporaryFile(mode="a+b")
+        one.printed = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (as above)
         one.control = control
         one.control.settimeout(START_SECONDS)
         one.process = Forked(pid)

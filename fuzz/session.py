@@ -75,9 +75,7 @@ def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None =
 def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runner | Worker:
     dialect, contract = options.dialect, options.contract
     try:
-        device, *more = devices(options.device or "cpu")
-        if options.in_process and (more or options.jobs > 1):
-            raise ValueError("--in-process runs the target in this process: --jobs must be 1 and --device one device")
+        device = _first_device(options)
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract, configs=options.configs)
@@ -99,6 +97,14 @@ def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runn
         raise Stop(f"{target}: {e}" if "callable" in str(e) or "parameter" in str(e) else str(e), Exit.USAGE) from None
     except WorkerError as e:
         raise Stop(str(e), Exit.INFRASTRUCTURE) from None
+
+
+def _first_device(options: Options) -> str:
+    """The device of the session's own worker; ValueError where several workers are asked for and there can be one only."""
+    first, *more = devices(options.device or "cpu")
+    if options.in_process and (more or options.jobs > 1):
+        raise ValueError("--in-process runs the target in this process: --jobs must be 1 and --device one device")
+    return first
 
 
 def narrowed(region: Region, declared: Region | None, options: Options) -> Region:

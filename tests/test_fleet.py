@@ -15,8 +15,8 @@ from flashproof.__main__ import run
 from flashproof.fuzz import fleet, hunting
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.commands import Options
-from flashproof.fuzz.delivery import packed, unpacked
 from flashproof.fuzz.compiling import Compiled
+from flashproof.fuzz.delivery import packed, unpacked
 from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import DeviceAbsent
 from flashproof.fuzz.found import Campaign, Policy
@@ -67,7 +67,7 @@ def test_two_workers_judge_in_two_other_processes(path: None, tmp_path: Path, mo
 
 
 def test_a_death_under_two_workers_is_one_finding_and_the_hunt_goes_on(path: None) -> None:
-    campaign, entered, _ = hunted("dies_once_wide", 2)
+    campaign, entered, _ = hunted("dies_when_wide", 2)
     assert [f.key for f in campaign.failures] == ["crash:exited with code 7"]
     assert campaign.infrastructure == 0 and len(entered) > (campaign.cases_to_first_failure or 0)
 
@@ -86,7 +86,6 @@ def test_a_lost_process_that_judges_loses_its_case_alone(path: None) -> None:
 def test_processes_that_are_lost_again_and_again_stop_the_run(path: None) -> None:
     with opened(target("plain"), Options(jobs=2)) as session, session.workers():
         crew: Any = session.judge.ahead
-        crew._replaced_pids = []
         cases = [Case(Lq=n, Lk=n) for n in range(1, 9)]
         session.judge.begin(cases)
         for case in cases:
@@ -96,7 +95,9 @@ def test_processes_that_are_lost_again_and_again_stop_the_run(path: None) -> Non
         assert "a process that judges was lost" in session.runner.unusable
 
 
-def test_a_worker_that_cannot_start_stops_the_run_with_one_sentence(path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_stops_the_run_with_one_sentence(
+    path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(target("plain"), Options(jobs=2)) as session:
         session.runner.arguments["target"] = target("gone")
         with session.workers():
