@@ -21,6 +21,7 @@ from ..fuzz.commands import (
     COUNT,
     FILE,
     FOLDER,
+    JOBS,
     JSON,
     SAVE,
     SEED,
@@ -134,6 +135,7 @@ class Plan:
 @click.option("--comment", type=FILE, default=None, metavar="FILE", help="Write a comment of at most fifteen lines.")
 @click.option("--junit", type=FILE, default=None, metavar="FILE", help="Write the result as JUnit XML.")
 @click.option("--annotations", is_flag=True, help="Print the ten worst failures as annotations of a GitHub workflow.")
+@JOBS
 @SEED
 @SAVE
 @JSON

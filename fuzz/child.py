@@ -1,8 +1,8 @@
 """What runs in the process of a worker: the nursery that forks children, and a child that loads a target and runs cases.
 
-`python -m flashproof.fuzz.child SOCKET` is the nursery (nursery.py is its other side). A child has two pipes that only this module
-uses; its standard output and error are a file of the parent's, so that whatever the target prints can be told apart and cannot
-garble a message.
+The nursery (nursery.py is its other side) is started through juror.py, whose children it forks too. A child has two pipes that only
+this module uses; its standard output and error are a file of the parent's, so that whatever the target prints can be told apart and
+cannot garble a message.
 """
 
 from __future__ import annotations
@@ -37,23 +37,31 @@ TRIM_SECONDS = 0.2
 ENDING_SECONDS = 5.0
 """How long a child may take to end after it closed its pipe."""
 
+Kinds = dict[bytes, Callable[..., None]]
+"""What a new child does with its descriptors, by the order that asks for one."""
 
-def main() -> None:
-    """Fork a child or tell how one ended, whenever the parent asks, until it goes."""
+
+def main(kinds: Kinds) -> None:
+    """Be a nursery for these kinds of children until the parent goes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     torch.set_num_threads(1)
     gc.freeze()  # what is imported now is shared with every child
     control.sendall(REPLY.pack(os.getpid()))
+    tend(control, kinds)
+
+
+def tend(control: socket.socket, kinds: Kinds) -> None:
+    """Fork a child or tell how one ended, whenever the parent asks, until it goes."""
     while True:
         data, fds, _, _ = socket.recv_fds(control, ORDER.size, 3)
         if len(data) < ORDER.size:
             return
         order, pid = ORDER.unpack(data)
-        control.sendall(REPLY.pack(_fork(control, fds) if order == b"fork" else _wait(pid)))
+        control.sendall(REPLY.pack(_fork(control, fds, kinds[order]) if order in kinds else _wait(pid)))
 
 
-def _fork(control: socket.socket, fds: list[int]) -> int:
+def _fork(control: socket.socket, fds: list[int], serve: Callable[..., None]) -> int:
     """The new child's process id; never returns in the child."""
     pid = os.fork()
     if pid:
@@ -62,7 +70,7 @@ def _fork(control: socket.socket, fds: list[int]) -> int:
         return pid
     try:
         control.close()
-        _serve(*fds)
+        serve(*fds)
     except BaseException:  # noqa: BLE001 (a forked process must not return into its parent's frames)
         traceback.print_exc()
         os._exit(1)
@@ -80,13 +88,13 @@ def _wait(pid: int) -> int:
     return STILL_ALIVE
 
 
-def _serve(requests: int, replies: int, printed: int) -> None:
+def serve(requests: int, replies: int, printed: int) -> None:
     """Say hello, load the target that the first message names, then answer messages until the parent goes."""
     os.setsid()
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.close(printed)
-    threading.Thread(target=_leave_with_parent, args=(requests,), daemon=True).start()
+    threading.Thread(target=leave_with_parent, args=(requests,), daemon=True).start()
     try:
         wire.send(replies, {"hello": os.getpid()})
         runner = _start(requests, replies)
@@ -96,7 +104,7 @@ def _serve(requests: int, replies: int, printed: int) -> None:
         return
 
 
-def _leave_with_parent(requests: int) -> None:
+def leave_with_parent(requests: int) -> None:
     """End this process when the parent's end of the pipe closes, even while a target hangs."""
     poll = select.poll()
     poll.register(requests, 0)  # POLLHUP is always reported
@@ -230,7 +238,3 @@ def resident_bytes() -> int:
     """Memory of this process that is resident now."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from .answers import kept_answer
-from .commands import COUNT, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
+from .commands import COUNT, JOBS, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
 from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
@@ -23,6 +23,8 @@ from .listing import TABLES, table
 from .outcome import KNOWN_OF_TARGET, Outcome, write_json
 from .repro import Script, script
 from .repro_adapted import AdaptedScript
+from .sanitizer import AT_MOST, TOOLS
+from .sanitizing import sanitized_run
 from .session import Session, header, opened
 from .stored import answer_file
 
@@ -54,6 +56,13 @@ SAVE_TENSORS = click.option(
     metavar="FILE",
     help=f"Known failures, told apart (default {LEDGER} where it exists).",
 )
+@JOBS
+@click.option(
+    "--sanitizer",
+    type=click.Choice(TOOLS),
+    default=None,
+    help=f"Instead of hunting, run at most {AT_MOST} cases under this tool of compute-sanitizer.",
+)
 @SEED
 @SAVE
 @SAVE_TENSORS
@@ -64,6 +73,7 @@ def fuzz(
     examples: int | None,
     seconds: float | None,
     ledger: Path | None,
+    sanitizer: str | None,
     seed: int,
     save: Path,
     save_tensors: bool,
@@ -73,6 +83,8 @@ def fuzz(
 
     Example: flashproof fuzz path/to/file.py:my_attention --seconds 60
     """
+    if sanitizer is not None:
+        return sanitized_run(target, options, sanitizer, seed, save, json_file)
     if examples is None and seconds is None:
         seconds = DEFAULT_SECONDS
     known = Known.of(_ledger(ledger), target)

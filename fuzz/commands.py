@@ -85,6 +85,7 @@ class Options:
     in_process: bool = False
     log: Path | None = None
     configs: str = ""
+    jobs: int = 1
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -97,7 +98,12 @@ SHARED = (
     click.option(
         "--dialect", default="", metavar="NAME", help="Signature the target follows; recognised when left out."
     ),
-    click.option("--device", default="", metavar="DEVICE", help="cpu (the default), cuda or cuda:N."),
+    click.option(
+        "--device",
+        default="",
+        metavar="DEVICE",
+        help="cpu (the default), cuda, cuda:N; several for fuzz and gate: cuda:0,cuda:1 or cuda:all.",
+    ),
     click.option(
         "--contract",
         default="",
@@ -137,12 +143,12 @@ SHARED = (
 
 
 def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the shared options, handed to it as one `options: Options`."""
+    """The command with the shared options, handed to it as one `options: Options`, with those of its own that are in it."""
     names = [f.name for f in fields(Options)]
 
     @functools.wraps(command)
     def with_options(**given: Any) -> Any:
-        options = Options(**{name: given.pop(name) for name in names})
+        options = Options(**{name: given.pop(name) for name in names if name in given})
         return command(options=options, **given)
 
     for option in reversed(SHARED):
@@ -187,6 +193,14 @@ FOLDER = Writable(file_okay=False, path_type=Path)
 FILE = Writable(dir_okay=False, path_type=Path)
 
 JSON = click.option("--json", "json_file", type=FILE, default=None, metavar="FILE", help="Write the result as JSON.")
+JOBS = click.option(
+    "--jobs",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Workers at once on each device; the result is the same, sooner.",
+)
 SEED = click.option(
     "--seed",
     type=click.IntRange(min=0),

@@ -84,7 +84,8 @@ class _Hunt:
         self.campaign.compiled = getattr(self.judge.runner, "compiled", self.campaign.compiled)
         if self.policy.variants:
             compiled = self.campaign.compiled
-            half = (self.seconds or float("inf")) / 2
+            workers = len(getattr(getattr(self.judge, "ahead", None), "jurors", ())) or 1
+            half = workers * (self.seconds or float("inf")) / 2
             self.buckets = Buckets(
                 self.seed, self.policy.variants, lambda: len(compiled.variants), lambda: compiled.seconds > half
             )
@@ -111,7 +112,9 @@ class _Hunt:
         seen: set[str] = set()
         for number in range(1 << 30):
             fresh = [c for c in self._round(number) if c.key not in seen]
-            for case in {c.key: c for c in fresh}.values():
+            fresh = list({c.key: c for c in fresh}.values())
+            self._begin(fresh)
+            for case in fresh:
                 if self._over():
                     return
                 seen.add(case.key)
@@ -121,6 +124,12 @@ class _Hunt:
             if not fresh and number > len(ROUNDS):
                 self.campaign.stopped = "exhausted"
                 return
+
+    def _begin(self, cases: list[Case]) -> None:
+        """Have the cases of a round judged by several workers, where there are several; no more than will be asked for."""
+        left = len(cases) if self.examples is None else max(self.examples - self.campaign.cases, 0)
+        if getattr(self.judge, "ahead", None) is not None and not self._over():
+            self.judge.begin(cases[:left])  # type: ignore[attr-defined] # a Judge has it, and no other has workers
 
     def _round(self, number: int) -> list[Case]:
         """The next cases: of the region, narrowed to what was not refused so far, and a few from outside it."""
@@ -166,7 +175,8 @@ class _Hunt:
         began = self.clock()
         verdict = self.book.check(case)
         told = verdict.execution.compiled if verdict.execution else {}
-        self._count(verdict, self.clock() - began - told.get("seconds", 0.0))
+        took: float | None = getattr(self.judge, "seconds", {}).get(case.key)
+        self._count(verdict, (self.clock() - began if took is None else took) - told.get("seconds", 0.0))
         if verdict.keys and self.campaign.cases_to_first_failure is None:
             self.campaign.cases_to_first_failure = self.campaign.cases
             self.campaign.seconds_to_first_failure = self.clock() - self.started

@@ -50,15 +50,16 @@ def hunted(
 
     ignored = probed(session)
     gc.freeze()  # what is imported by now stays: searching it for garbage takes a tenth of a hunt
-    campaign = hunt(
-        session.judge,
-        session.region,
-        examples=budget.examples,
-        seconds=budget.seconds,
-        seed=budget.seed,
-        on_event=on_event,
-        policy=Policy() if session.info["device"] == "cpu" else COMPILING,
-    )
+    with session.workers():
+        campaign = hunt(
+            session.judge,
+            session.region,
+            examples=budget.examples,
+            seconds=budget.seconds,
+            seed=budget.seed,
+            on_event=on_event,
+            policy=Policy() if session.info["device"] == "cpu" else COMPILING,
+        )
     campaign.failures[:] = [f for f in (*ignored, *campaign.failures) if not known(f)]
     outcome = summed(session, campaign, keeper, command, min_cases)
     outcome.report = failures_text(campaign, lambda f: replay_line(kept(keeper, f)))

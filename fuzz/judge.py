@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +61,28 @@ class Verdict:
     def keys(self) -> tuple[str, ...]:
         """Keys of what fails."""
         return tuple(dict.fromkeys(f.key for f in self.failures))
+
+
+class Taken(Protocol):
+    """A verdict that was made ahead, and how long that took."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict, not yet sifted."""
+
+    @property
+    def seconds(self) -> float:
+        """From the case to the verdict."""
+
+
+class Ahead(Protocol):
+    """Judges cases before they are asked for, several at once."""
+
+    def begin(self, cases: Iterable[Case]) -> None:
+        """Begin with these cases."""
+
+    def take(self, case: Case) -> Taken | None:
+        """What was judged of a case, waiting for it; None for one that was not begun."""
 
 
 class Sieve(Protocol):
@@ -200,6 +223,8 @@ class Judge:
         self.device: str = runner.info["device"]
         self.dropout_known = runner.info["dialect"] == "native"
         self.sieves: list[Sieve] = []
+        self.ahead: Ahead | None = None
+        self.seconds: dict[str, float] = {}  # of cases judged ahead, by key
         self._verdicts: dict[tuple[str, bool], Verdict] = {}
         self._contracts = {dtype: contract_for(self.spec, dtype, self.device) for dtype in DTYPES}
 
@@ -218,8 +243,22 @@ class Judge:
         if fresh:
             self.restart()
         if fresh or key not in self._verdicts:
-            self._remember(key, self.sifted(self._confirmed(self._once(case, thorough))))
+            judged = None if thorough or fresh else self._taken(case)
+            self._remember(key, self.sifted(judged or self._confirmed(self._once(case, thorough))))
         return self.explained(self._verdicts[key]) if explain else self._verdicts[key]
+
+    def begin(self, cases: Iterable[Case]) -> None:
+        """Begin to judge cases that will be asked for, where there are workers to do so."""
+        if self.ahead is not None:
+            self.ahead.begin(c for c in cases if (c.key, False) not in self._verdicts and not self.skips(c))
+
+    def _taken(self, case: Case) -> Verdict | None:
+        """The verdict on a case that was judged ahead."""
+        judged = self.ahead.take(case) if self.ahead is not None else None
+        if judged is None:
+            return None
+        self.seconds = {case.key: judged.seconds}
+        return judged.verdict
 
     def check_stored(self, case: Case, path: Path) -> Verdict:
         """The verdict on a case with the inputs of a file; CorpusError says what is wrong with it."""

@@ -40,6 +40,7 @@ ORACLES = {
     "global-state": "torch's global state came back changed",
     "refusal": "a case inside the declared region was refused",
     "exception": "the target raised something that is no refusal",
+    "sanitizer": "compute-sanitizer reports an error of a kernel (--sanitizer)",
     "opcheck": "torch.library.opcheck finds the operator's registration wrong",
     "crash": "the target's process died",
     "hang": "the target gave no answer before the deadline",

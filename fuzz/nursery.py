@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from typing import IO
+from typing import IO, Self
 
 START_SECONDS = 120.0
 """For importing torch, and in a child the target and what that compiles at import: apart from every case's deadline."""
@@ -30,6 +30,26 @@ class WorkerError(Exception):
     """No child can be started, through no fault of the target."""
 
 
+class Forked:
+    """A forked child of this process, with what is used of a subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._ended = pid, False
+
+    def poll(self) -> int | None:
+        """0 if it has ended."""
+        with contextlib.suppress(ChildProcessError):
+            self._ended = self._ended or os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return 0 if self._ended else None
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if not self._ended:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self._ended = True
+
+
 class Nursery:
     """The process, and the socket on which it is told to fork and asked how a child ended."""
 
@@ -37,9 +57,9 @@ class Nursery:
         self.printed: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (lives as long as the process)
         self.control, theirs = socket.socketpair()
         self.control.settimeout(START_SECONDS)
-        command = [sys.executable, "-m", f"{__package__}.child", str(theirs.fileno())]
+        command = [sys.executable, "-m", f"{__package__}.juror", str(theirs.fileno())]
         try:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] | Forked = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=self.printed,
@@ -59,10 +79,20 @@ class Nursery:
             self.close()
             raise
 
-    def fork(self, *fds: int) -> int:
+    @classmethod
+    def of(cls, pid: int, control: socket.socket) -> Self:
+        """The nursery that a forked child of this process is, told through this socket."""
+        one = cls.__new__(cls)
+        one.printed = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (as above)
+        one.control = control
+        one.control.settimeout(START_SECONDS)
+        one.process = Forked(pid)
+        return one
+
+    def fork(self, *fds: int, order: bytes = b"fork") -> int:
         """The process id of a new child that was given these descriptors: requests, replies, standard output."""
         try:
-            socket.send_fds(self.control, [ORDER.pack(b"fork", 0)], fds)
+            socket.send_fds(self.control, [ORDER.pack(order, 0)], fds)
         except OSError as e:
             raise self._lost() from e
         return self._reply()
@@ -118,10 +148,20 @@ def last_lines(fd: int) -> str:
 _nurseries: dict[tuple[object, ...], Nursery] = {}
 
 
+def _key(environment: dict[str, str]) -> tuple[object, ...]:
+    return (sys.executable, os.getcwd(), *sorted(environment.items()))
+
+
+def adopt(one: Nursery) -> None:
+    """Make this the nursery for the present environment, in the place of any that this process inherited."""
+    _nurseries.clear()
+    _nurseries[_key(_environment())] = one
+
+
 def nursery() -> Nursery:
     """The nursery for the present environment, working folder and module path; started when there is none."""
     environment = _environment()
-    key = (sys.executable, os.getcwd(), *sorted(environment.items()))
+    key = _key(environment)
     if key in _nurseries and not _nurseries[key].alive:
         _nurseries.pop(key).close()
     if key not in _nurseries:

@@ -12,6 +12,7 @@ from ..impls.loading import TargetError
 from ..oracles.contract import TENSORS, contract_for
 from .commands import Exit, Options, Stop
 from .execute import DeviceAbsent, Runner, region_from_json
+from .fleet import crew, devices
 from .judge import Judge
 from .nursery import WorkerError
 from .region import MASKS, Region
@@ -43,6 +44,16 @@ class Session:
         """What the runner understood of the target, as JSON."""
         return self.runner.info
 
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        """Within it the judge has all the workers that were asked for; Stop says why it cannot."""
+        o = self.options
+        try:
+            with crew(self.judge, devices(o.device or "cpu"), o.jobs, o.log):
+                yield
+        except WorkerError as e:
+            raise Stop(str(e), Exit.INFRASTRUCTURE) from None
+
 
 @contextmanager
 def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None = None) -> Iterator[Session]:
@@ -62,8 +73,9 @@ def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None =
 
 
 def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runner | Worker:
-    dialect, device, contract = options.dialect, options.device or "cpu", options.contract
+    dialect, contract = options.dialect, options.contract
     try:
+        device = _first_device(options)
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract, configs=options.configs)
@@ -85,6 +97,14 @@ def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runn
         raise Stop(f"{target}: {e}" if "callable" in str(e) or "parameter" in str(e) else str(e), Exit.USAGE) from None
     except WorkerError as e:
         raise Stop(str(e), Exit.INFRASTRUCTURE) from None
+
+
+def _first_device(options: Options) -> str:
+    """The device of the session's own worker; ValueError where several workers are asked for and there can be one only."""
+    first, *more = devices(options.device or "cpu")
+    if options.in_process and (more or options.jobs > 1):
+        raise ValueError("--in-process runs the target in this process: --jobs must be 1 and --device one device")
+    return first
 
 
 def narrowed(region: Region, declared: Region | None, options: Options) -> Region:
