@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 RUFF := .venv/bin/ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check format bench calibrate gpu-test clean
+.PHONY: help env demo test test-all check format bench calibrate gpu-test clean
 
 help: ## what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -15,14 +15,17 @@ env: ## the environment .venv, with torch's CPU build where there is no GPU
 demo: env ## fuzz the built-in implementations, then catch a planted bug; under three minutes
 	@tools/demo
 
-test: env ## every test; under ten minutes on two cores
+test: env ## the tests; under ten minutes on two cores
+	@$(PYTEST) -m "not nightly" -n auto --maxprocesses 8 --dist loadfile
+
+test-all: env ## every test, the long ones too
 	@$(PYTEST) -n auto --maxprocesses 8 --dist loadfile
 
 check: env ## format, lint, types and the fast tests; under a minute
 	$(RUFF) format --check .
 	$(RUFF) check .
 	.venv/bin/mypy
-	$(PYTEST) -q -m "not slow" -n auto --maxprocesses 8 --dist loadfile
+	$(PYTEST) -q -m "not slow and not nightly" -n auto --maxprocesses 8 --dist loadfile
 
 format: env ## put the source in its usual form
 	$(RUFF) format .

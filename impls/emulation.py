@@ -100,7 +100,7 @@ class _Run:
         if self.p.bias is not None:
             keep &= self.p.bias > -math.inf
         keep = self.moved_diagonal(keep)
-        if "miss_last_key" in self.faults:
+        if "miss_last_key" in self.faults and self.Lk:
             keep[..., self.Lk - 1] = False
         if "drop_one" in self.faults:
             keep[0, 0, self.Lq // 2, self.Lk // 2] = False

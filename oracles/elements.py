@@ -223,7 +223,8 @@ def excess(x: Array, want: Array, limit: Array) -> Array:
     """|x - want| / limit; 0 where equal (equal infinities too), inf where x is NaN or an infinity that `want` is not."""
     error = np.abs(x - want)
     same = x == want
-    ratio = error / limit
+    with np.errstate(all="ignore"):  # 0 / 0, inf / inf
+        ratio = error / limit
     return cast(Array, np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio)))
 
 

@@ -122,7 +122,7 @@ def test_conforming_kernels_with_alibi_and_sinks_are_never_rejected() -> None:
     assert violations(60, 11_000_000) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_thousand_conforming_runs_with_alibi_and_sinks_are_never_rejected() -> None:
     assert violations(2000, 12_000_000) == []
 

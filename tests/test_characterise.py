@@ -54,6 +54,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", PLANTED)
 def test_the_fit_names_exactly_what_was_planted(what):
     arithmetic, dtype, expected = PLANTED[what]
@@ -71,6 +72,7 @@ CONFORM = {
 
 
 @pytest.mark.parametrize("what", CONFORM)
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_conforming_implementation_needs_no_trait(what, dtype):
     found = fitted(CONFORM[what], dtype)

