@@ -75,7 +75,7 @@ def opened(target: str, options: Options, *, arch: str = "", tree: Tree | None =
 def _runner(target: str, options: Options, arch: str, tree: Tree | None) -> Runner | Worker:
     dialect, contract = options.dialect, options.contract
     try:
-        device = _first_device(options)
+        device = "cuda" if arch else _first_device(options)  # a device that is pretended need not be there
         contract_for(contract, "float32", "cpu")  # a wrong spec is told before a child is started
         if options.in_process:
             return Runner(target, dialect=dialect, device=device, contract=contract, configs=options.configs)
