@@ -7,7 +7,6 @@ into guarded storages of their own, in which the drawn layout is that of the pac
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from .case import Case
 from .layouts import Guarded, Layout, layout
 from .masks import Mask, Packed
 from .region import mask_kind
+from .sequences import offsets
 from .tensors import TORCH_DTYPES, Inputs, storages
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -41,7 +41,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
     """cu_seqlens_q, cu_seqlens_k (int32, guarded like every input), max_seqlen_q and max_seqlen_k."""
     if CU_SEQLENS[0] not in inputs.held:
         for name, sizes in zip(CU_SEQLENS, lengths(inputs.case), strict=True):
-            ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+            ends = offsets(sizes, "cpu")
             where = Layout((len(ends),), (1,), 0, len(ends))
             block = Guarded.hold((name,), (where,), (ends,), torch.int32, inputs.device, inputs.guards)
             inputs.blocks.append(block)

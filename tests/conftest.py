@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import flashproof
 
 torch.set_num_threads(1)
 
@@ -39,3 +44,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # a folder of that name is a keyword too
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where `capture` writes."""
+    return tmp_path / "captured"
+
+
+@pytest.fixture
+def capture(folder: Path) -> Callable[..., Any]:
+    """flashproof.capture into `folder`, without a word at the end."""
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        return flashproof.capture(folder, *args, quiet=True, **kwargs)
+
+    return begin

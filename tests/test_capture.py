@@ -24,19 +24,6 @@ def attention(q, k, v, *, scale=None, strange=None):
 SDPA = (F.scaled_dot_product_attention,)
 
 
-@pytest.fixture
-def capture(tmp_path):
-    def begin(*args, **kwargs):
-        return flashproof.capture(tmp_path / "captured", *args, quiet=True, **kwargs)
-
-    return begin
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "captured"
-
-
 def cases(folder):
     return [r.case for _, r in load_all(folder)]
 

@@ -17,19 +17,6 @@ from flashproof.fuzz.corpus import load_all
 from flashproof.fuzz.masks import Causal
 
 
-@pytest.fixture
-def capture(tmp_path):
-    def begin(*args, **kwargs):
-        return flashproof.capture(tmp_path / "captured", *args, quiet=True, **kwargs)
-
-    return begin
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "captured"
-
-
 def tensors(*shape, n=3, **kwargs):
     return [torch.randn(*shape, **kwargs) for _ in range(n)]
 
