@@ -330,5 +330,6 @@ def _partial_sums(tiles: float | Array, total: Array, walk: Array) -> Array:
 
     After k of T tiles the part of the total that grows evenly is k/T of it, and a random walk has k/T of its variance.
     """
+    tiles = np.maximum(tiles, 1)  # without a tile there is no partial sum either
     even = (tiles + 1) * (2 * tiles + 1) / (6 * tiles) - 1
     return cast(Array, even * total + (tiles - 1) / 2 * walk)

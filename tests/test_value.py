@@ -279,6 +279,13 @@ def test_rows_that_may_answer_anything_are_no_statistics() -> None:
     assert "o" in judge(p, run(p, Arithmetic()), generic=True).zrms
 
 
+@pytest.mark.parametrize("sizes", [{"lq": 0, "lk": 70}, {"lq": 70, "lk": 0}])
+def test_narrow_accumulators_without_a_tile_are_judged(sizes: dict[str, int]) -> None:
+    p = normal(torch.bfloat16, **sizes)
+    report = judge(p, run(p, Arithmetic()), "dkv_acc_u=io,dq_acc_u=io,acc_eta=io_eta", generic=True)
+    assert not report.findings
+
+
 def test_few_elements_are_no_statistics() -> None:
     p = normal(lq=1, lk=2)
     assert "o" not in judge(p, run(p, Arithmetic()), generic=True).zrms
