@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ..impls.emulation import Arithmetic
 from ..impls.emulation import run as emulated
-from ..oracles.characterise import KEPT_FIELDS, MEASURED, Fit, fit
+from ..oracles.characterise import KEPT_FIELDS, MEASURED, fit
 from ..oracles.exact import Problem
+from ..oracles.fitted import Fit
 from ..oracles.sample import Sample
 from .case import Case
 from .generate import drawn
 from .hashing import uniform_bits
+from .learn import Learner
 from .masks import Causal, Full, Mask
 from .region import Region
 from .session import Session
@@ -25,27 +27,42 @@ from .tensors import build
 from .words import sentence
 
 CASES = 500
-SECONDS = 75.0
-FITTING = 0.5
+SECONDS = 120.0
+FITTING = 0.6
 """The share of the time that running may take."""
+BATCH, TURNS = 60, 100
+"""Cases that are planned at once, and how often: each batch lies in the region that the answers so far leave."""
 LONGEST = 64
+LARGEST = 24_000
+"""Elements of a plain case's largest tensor, so that some hundred runs fit in memory."""
 CONFORMING = Arithmetic(q_tile=32, kv_tile=32)
 PLAIN = ("normal", "normal", "normal", "normal", "normal", "offset", "normal", "outlier")
 """Data of the cases whose errors are measured. A large mean of v tells a rounding of dP from one of P."""
 SMALL = ("tiny", "subnormal", "cancel", "normal", "heavy", "uniform")
 """Data of further plain cases: small gradients show what is rounded near the end of the format."""
+QUERIES, KEYS = (33, 40, 56, 64, 20, 72, 100, 160, 200, 260), (33, 48, 20, 40, 72, 136, 200, 264)
+"""Lengths of plain cases: one tile and several, since what is rounded once a tile shows only there."""
+HEADS = ((1, 1), (1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (2, 2))
+"""Heads of q and of k and v."""
+SMALL_SCALES = (0.11, 0.011, 0.0013, None, 0.37)
 
 
 def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
-    """`count` cases inside the region: in turn a plain one, whose errors are measured, and one as a hunt draws it."""
-    plain = [c for i in range(8 * count) if not region.refuses(c := _plain(region, i, seed))][: count // 2]
+    """`count` cases inside the region: two plain ones in turn with one as a hunt draws it."""
+    plain = [c for i in range(8 * count) if _fits(c := _plain(region, i, seed)) and not region.refuses(c)]
     strategy = all_cases(
         replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
     )
-    rest = drawn(strategy, 2 * (count - len(plain)), seed)
+    rest = drawn(strategy, count, seed)
     rest = list({c.key: c for c in rest if c.requires_grad or not region.backward}.values())
-    turns = [c for pair in zip(plain, rest, strict=False) for c in pair]
-    return [*turns, *rest[len(plain) :], *plain[len(rest) :]][:count]
+    share = count if not rest else max(2 * count // 3, count - len(rest))
+    plain = plain[:share]
+    turns = [c for n, other in enumerate(rest) for c in (*plain[2 * n : 2 * n + 2], other)]
+    return [*turns, *plain[2 * len(rest) :]][:count]
+
+
+def _fits(case: Case) -> bool:
+    return case.Hq * max(case.Lq, case.Lk) * case.D <= LARGEST
 
 
 def _plain(region: Region, index: int, seed: int) -> Case:
@@ -56,20 +73,27 @@ def _plain(region: Region, index: int, seed: int) -> Case:
 
     dtype = region.dtypes[index % len(region.dtypes)]
     turn = index // len(region.dtypes)
-    dims = [d for d in region.head_dims or (24, 40, 48, 56) if d <= region.max_head_dim] or [region.max_head_dim]
-    Lq, Lk = pick(1, 33, 48, 20, 40, 72), pick(2, 33, 48, 24, 40)
-    Lq, Lk = (max(n, region.min_len) for n in (Lq, Lk if region.lq_differs else Lq))
-    heads = pick(3, 1, 2, 3, 4) if region.gqa else 1
-    small = turn >= MEASURED and turn % 2
-    D = pick(4, *dims)
+    dims = [d for d in region.head_dims or (24, 40, 48, 56, 64) if d <= min(region.max_head_dim, 128)]
+    Lq, Lk = pick(1, *QUERIES), pick(2, *KEYS)
+    Lq, Lk = (min(max(n, region.min_len), region.max_len) for n in (Lq, Lk if region.lq_differs else Lq))
+    Hq, Hkv = pick(3, *HEADS) if region.gqa else (pick(3, 1, 2), 0)
+    small = turn % 2 == 1
+    D = pick(4, *(dims or [region.max_head_dim]))
     bias = region.bias and turn % 5 == 4
     return Case(
-        B=1, Hq=heads, Hkv=1, Lq=Lq, Lk=Lk, D=D, Dv=D, dtype=dtype, seed=seed * 100_003 + index,
+        B=1, Hq=Hq, Hkv=Hkv or Hq, Lq=Lq, Lk=Lk, D=D, Dv=D, dtype=dtype, seed=seed * 100_003 + index,
         mask=pick(5, *_masks(region, Lq == Lk)), bias="normal" if bias else "", mask_form="flags",
-        scale=0.37 if region.scale and (D & (D - 1) == 0 or pick(6, 0, 1)) else None, data=pick(7, *(SMALL if small else PLAIN)),
-        grad="scaled" if small and turn % 4 == 1 else "normal",
+        scale=_scale(region, D, small, pick), data=pick(7, *(SMALL if small else PLAIN)),
+        grad=pick(8, "normal", "scaled", "ones") if small else "normal",
         requires_grad=("qkvb" if bias and region.bias_grad else "qkv") if region.backward else "",
     )  # fmt: skip
+
+
+def _scale(region: Region, D: int, small: bool, pick: Callable[..., Any]) -> float | None:
+    """No power of two, whose products are exact; far below 1 where small gradients are to show a cast after it."""
+    if not region.scale:
+        return None
+    return pick(6, *SMALL_SCALES) if small else 0.37 if D & (D - 1) == 0 or pick(6, 0, 1) else None
 
 
 def _masks(region: Region, square: bool) -> list[Mask]:
@@ -82,33 +106,38 @@ def _masks(region: Region, square: bool) -> list[Mask]:
 
 def is_plain(case: Case) -> bool:
     """Whether errors of the case are measured: generic data and gradients, and scores of the usual size."""
-    usual = (
-        case.data in PLAIN and case.grad == "normal" and case.scale in (None, 0.37) and case.Hkv == 1 and case.B == 1
-    )
+    usual = case.data in PLAIN and case.grad == "normal" and case.scale in (None, 0.37) and case.B == 1
     simple = isinstance(case.mask, Full | Causal) and case.mask_form == "flags" and case.bias in ("", "normal")
     return usual and simple and min(case.Lq, case.Lk, case.D) >= 16 and not (case.softcap or case.lse_grad)
 
 
-def samples(session: Session, cases: list[Case], until: float) -> Iterator[Sample]:
-    """The runs of the cases that the target answered, until the time is up."""
+def samples(session: Session, region: Region, count: int, seed: int, until: float) -> Iterator[Sample]:
+    """Runs that the target answered, until there are `count` or the time is up; what refusals rule out is drawn no more."""
     counts: dict[str, int] = {}
-    for case in cases:
-        if time.monotonic() > until:
-            return
-        execution = session.runner.run(case)
-        if execution.status != "ok" or not execution.outputs:
-            continue
-        problem = Problem.of(build(case))
-        measured = counts.get(case.dtype, 0) < MEASURED and is_plain(case)
-        counts[case.dtype] = counts.get(case.dtype, 0) + measured
-        yield Sample(
-            problem,
-            execution.outputs,
-            case.dtype,
-            _conforming(problem, case) if measured else None,
-            sentence(case),
-            case.data,
-        )
+    learner, answered = Learner(region), 0
+    for turn in range(TURNS):
+        for case in plan(learner.region, BATCH, seed + 1000 * turn):
+            if time.monotonic() > until or answered == count:
+                return
+            execution = session.runner.run(case)
+            if execution.status in STATUSES:
+                learner.add(case, STATUSES[execution.status])
+            if execution.status == "ok" and execution.outputs:
+                answered += 1
+                yield sample(case, execution.outputs, counts)
+
+
+STATUSES = {"ok": "accepted", "refused": "refused", "inexpressible": "inexpressible"}
+"""What a learner calls them."""
+
+
+def sample(case: Case, outputs: dict[str, Tensor], counts: dict[str, int]) -> Sample:
+    """A run; of the first MEASURED plain ones of a dtype with the answer of a conforming implementation. `counts` counts those."""
+    problem = Problem.of(build(case))
+    measured = counts.get(case.dtype, 0) < MEASURED and is_plain(case)
+    counts[case.dtype] = counts.get(case.dtype, 0) + measured
+    good = _conforming(problem, case) if measured else None
+    return Sample(problem, outputs, case.dtype, good, sentence(case))
 
 
 def _conforming(problem: Problem, case: Case) -> dict[str, Tensor]:
@@ -122,7 +151,7 @@ def characterised(session: Session, count: int = CASES, seconds: float = SECONDS
     region = session.region
     narrow = tuple(d for d in region.dtypes if d != "float64")  # float64 has no rounding to tell
     region = replace(region, dtypes=narrow or region.dtypes)
-    runs = list(samples(session, plan(region, count, seed), started + FITTING * seconds))
+    runs = list(samples(session, region, count, seed, started + FITTING * seconds))
     return fit(runs, session.info["device"], kept(session.judge.spec), lambda: time.monotonic() - started > seconds)
 
 
@@ -137,14 +166,13 @@ def fit_lines(fitted: Fit) -> list[str]:
     if not fitted.samples:
         return ["no case was answered, so there is nothing to fit"]
     told = f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: "
-    lines = [told + f"{fitted.beyond[0]} under the tightest contract, {fitted.beyond[1]} as fitted"]
-    spec = fitted.preset or fitted.spec
-    lines.append(
-        f"--contract {spec}" + (f"   ({fitted.spec})" if fitted.preset else "") if spec else "the default contract fits"
-    )
+    lines = [told + f"{fitted.beyond[0]} under the default contract, {fitted.beyond[1]} as fitted"]
+    lines.append(f"--contract {fitted.spec}" if fitted.spec else "the default contract fits")
+    if fitted.preset:
+        lines.append(f"--contract {fitted.preset} describes the runs as well")
+    lines.append(f"arithmetic: {fitted.arithmetic}")
     for seen in fitted.traits:
-        change = "tighter than the default" if seen.trait.tightens else f"to remove it: {seen.trait.code_change}"
-        lines.append(f"{seen.trait.name}: {seen.trait.words}; {change}")
+        lines.append(f"{seen.trait.name}: {seen.trait.words}; to remove it: {seen.trait.code_change}")
         lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
     if fitted.tighter:
         lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")

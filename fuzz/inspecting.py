@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ..oracles.characterise import Fit
+from ..oracles.fitted import Fit
 from .alternatives import Cause, causes
 from .binding import DIALECTS
 from .case import Case

@@ -49,6 +49,7 @@ class Arithmetic:
     seed: int = 0
     diagonal: int | None = None
     sink: str = "first"  # the running maximum begins at the sink; last: a tile more; after: o and lse corrected by it
+    ds_scaled: bool = False  # dS is multiplied by the scale before its cast
     alibi_scaled: bool = False  # slopes are divided by the scale and added before it
 
 
@@ -164,6 +165,8 @@ class _Run:
         return through(p, self.p_dtype)
 
     def cast_ds(self, ds: Tensor) -> Tensor:
+        if self.a.ds_scaled and self.p.scale:
+            return through(ds * self.p.scale, self.ds_dtype) / self.p.scale
         return (
             truncated(ds, 16 if self.io == torch.bfloat16 else 13)
             if "ds_rz" in self.faults

@@ -1,91 +1,52 @@
 """Fit a contract: the fewest named traits under which every run stays within its limits with errors of the expected size.
 
-Three things are weighed. An element beyond its limit counts VIOLATION for its case and tensor. The size of the errors counts
-by how far their root mean square is from the scale that the contract predicts (oracles/spread.py), so that a contract that is
-too wide loses as one that is too narrow does. Each trait costs COST, so that only what is seen is named. What the predicted
-scale is worth is measured on the same problems: a conforming implementation gives the factor that makes it 1.
+It begins with the default contract, which every target has. Three things are weighed. A tensor beyond its limit in a run counts
+VIOLATION. The size of the errors counts by how far their root mean square is from the scale that the contract predicts
+(oracles/spread.py), so that a contract that is too wide loses as one that is too narrow does; what the predicted scale is worth is
+measured on the same problem by a conforming implementation. Each trait costs COST, so that only what is seen is named. At the end
+what the default allows and no run needs is taken back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
 
 import numpy as np
 
-from .contract import PRESETS, TENSORS, Contract, contract_for
+from .contract import POLICIES, PRESETS, TENSORS, Contract, contract_for
+from .fitted import EVIDENCE, Fit, Seen
 from .sample import Sample, log_sizes, outside, special
-from .traits import TIGHTEST, TRAITS, Trait
+from .traits import ALLOWANCES, INSIDE, TRAITS, Trait
 
-VIOLATION, COST, CAUTIOUS = 3.0, 0.5, 2.5
-"""What promises more than the default does costs more."""
-TOO_LARGE, TOO_SMALL = 3.0, 0.7
+VIOLATION, COST, SIZE = 10.0, 0.5, 200.0
+TOO_LARGE, TOO_SMALL = 1.0, 0.25
 """Errors larger than expected speak against a contract; smaller ones less so, since expectations err on that side."""
-EVIDENCE = 0.04
-"""A trait is seen in a tensor when its errors come this much nearer to their expected size, in natural logarithms."""
-DEAD_ZONE = {"16 bit": (-0.05, 0.1), "witness": (-1.2, 0.45)}
+DEAD_ZONE = {"16 bit": (-0.04, 0.04), "witness": (-1.2, 0.45), "told": (-0.3, 0.15), "told gradient": (-1.0, 0.15)}
 """How far the size may be off at no cost. A tensor that holds float32 is a witness: its errors show the order of additions,
-which nobody declares, and the default leaves room for an exponential of the hardware."""
+which nobody declares, and the default leaves room for an exponential of the hardware. Where the roundings that a contract
+declares are DOMINANT times as large as those, its size is told again; a gradient may stay below, since the roundings of the
+forward pass return in the backward pass and cancel in part."""
+DOMINANT = math.log(4.0)
 UNEXPLAINED = {"16 bit": math.log(1.15), "witness": math.log(2.5)}
-MEASURED = 24
+SMALLER = math.log(1.1)
+"""What is taken back must not make errors larger than expected by more than this."""
+UNTOLD = 0.02
+"""Of a target with a larger share of runs beyond its limits under every contract no trait is told: it is wrong, not narrow."""
+NOISE = 5.0
+"""A preset under which the runs lose no more than this above the fit describes them as well."""
+MEASURED = 36
 """Runs of each dtype whose errors are measured; all are held to their limits."""
 FEW = 6
 """Of those, runs of each dtype by which the LIKELY traits are picked that are tried on all."""
-LIKELY, BEAM = 6, 2
+LIKELY, BEAM, ROUNDS, AGAIN = 6, 2, 8, 2
 VIOLATING = 30
 """Runs beyond a limit on which traits are tried; the fitted contract is held against all."""
-ROUNDS = 8
 KEPT_FIELDS = ("kv_tile", "q_tile", "rescale_slack", "delta", "forward_only", "deterministic")
 """Items of a declared contract that no fit can see; they stay."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A trait of the fitted contract and per tensor what speaks for it.
-
-    `evidence`: tensor -> (runs beyond a limit without it, with it, size of the errors without it, with it).
-    """
-
-    trait: Trait
-    evidence: dict[str, tuple[int, int, float, float]]
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Where it is seen: fewer wrong runs, or errors nearer to their expected size."""
-        return tuple(n for n, e in self.evidence.items() if e[1] < e[0] or nearer(e[2], e[3]) > EVIDENCE)
-
-
-@dataclass
-class Fit:
-    """A fitted contract. `spec` is the line to paste; `tighter` are items that may be added since nothing needs what they take.
-
-    `sizes`: dtype -> tensor -> (errors over their expected size before, after); `beyond` (before, after): runs outside a limit.
-    `unexplained`: what no trait accounts for, in words. `preset`: the one that says the same, if one does.
-    """
-
-    spec: str = ""
-    traits: list[Seen] = field(default_factory=list)
-    tighter: str = ""
-    preset: str = ""
-    samples: int = 0
-    measured: int = 0
-    beyond: tuple[int, int] = (0, 0)
-    sizes: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    unexplained: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object of a fit."""
-        traits = [
-            {"name": s.trait.name, "declared": s.trait.declared, "words": s.trait.words, "code_change": s.trait.code_change,
-             "tensors": list(s.tensors),
-             "evidence": {n: dict(zip(("beyond_without", "beyond_with", "size_without", "size_with"), e, strict=True))
-                          for n, e in s.evidence.items()}}
-            for s in self.traits
-        ]  # fmt: skip
-        plain = ("spec", "tighter", "preset", "samples", "measured", "beyond", "sizes", "unexplained")
-        return {n: getattr(self, n) for n in plain} | {"traits": traits}
 
 
 def fit(
@@ -96,19 +57,16 @@ def fit(
         return _Fitting(samples, device, kept, over).run()
 
 
-def nearer(before: float, after: float) -> float:
-    """How much nearer to 1 a ratio came, in natural logarithms."""
-    if not before or not after:
-        return 0.0
-    return abs(math.log(before)) - abs(math.log(after))
+Logs = dict[tuple[str, str], dict[int, float]]
+"""(dtype, tensor) -> run -> the log of its errors over their expected size."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """A set of traits and how badly it does: per (dtype, tensor) the log sizes of each measured run; runs beyond a limit."""
+    """A set of traits and how badly it does: the sizes of the measured runs' errors, and (run, tensor) pairs beyond a limit."""
 
     traits: tuple[Trait, ...]
-    logs: dict[tuple[str, str], list[float]]
+    logs: Logs
     beyond: frozenset[tuple[int, str]]
     loss: float
 
@@ -120,28 +78,53 @@ class _Fitting:
         self.samples, self.device, self.kept, self.over = samples, device, kept, over
         self.dtypes = sorted({s.dtype for s in samples})
         self.measured = _measured(samples)
-        self.few = [s for d in self.dtypes for s in [m for m in self.measured if m.dtype == d][:FEW]]
+        self.few = [i for d in self.dtypes for i in [m for m in self.measured if samples[m].dtype == d][:FEW]]
         self.sizes: dict[tuple[int, Contract], dict[str, float]] = {}
         self.outside: dict[tuple[int, Contract], list[str]] = {}
         self.states: dict[tuple[Trait, ...], _State] = {}
-        self.base = self._conforming()
-        self.start = self._beyond((), range(len(samples)))
+        tight = self._by_dtype(ALLOWANCES)
+        self.conforming = {
+            i: log_sizes(samples[i], samples[i].conforming_errors, tight[samples[i].dtype]) for i in self.measured
+        }
+        self.start = self._beyond(self._by_dtype(()), range(len(samples)))
         wrong = sorted({i for i, _ in self.start})
         self.suspects = wrong[:: max(1, -(-len(wrong) // VIOLATING))]
         self.share = len(wrong) / max(1, len(self.suspects))
 
     def run(self) -> Fit:
-        """Policies first, which show in few runs; then add the trait that helps most or put one in the place of another."""
-        candidates = _distinct(TRAITS, self._contracts)
+        """Policies first, which show in few runs; then traits, again while runs on which none was tried are left beyond a limit."""
+        candidates = _distinct((*ALLOWANCES, *TRAITS), self._contracts)
         policies, first = self._policies([t for t in candidates if t.policy]), self._state(())
-        beam = [self._state(policies)]
+        state = self._searched(policies, candidates)
+        for _ in range(AGAIN):
+            left = {i for i, _ in self._beyond(self._by_dtype(state.traits), range(len(self.samples)))}
+            if not left - set(self.suspects) or self.over():
+                break
+            self.suspects = sorted({*self.suspects, *sorted(left - set(self.suspects))[:VIOLATING]})
+            self.states.clear()
+            state = self._searched(state.traits, candidates)
+        return self._fit(first, state)
+
+    def _searched(self, traits: tuple[Trait, ...], candidates: list[Trait]) -> _State:
+        """From these traits on: add the one that helps most or put one in the place of another, the BEAM best sets side by side."""
+        free = [t for t in candidates if t in ALLOWANCES]
+        starts = [self._state((*traits, *some)) for n in range(len(free) + 1) for some in combinations(free, n)]
+        beam = sorted({s.traits: s for s in starts}.values(), key=lambda s: s.loss)[:BEAM]
         for _ in range(ROUNDS):
             found = {s.traits: s for state in beam for s in (*self._changed(state, candidates), state)}
             best = sorted(found.values(), key=lambda s: s.loss)[:BEAM]
             if best == beam or self.over():
                 break
             beam = best
-        return self._fit(first, self._pruned(min([*beam, *found.values()], key=lambda s: s.loss)))
+        return self._pruned(self._refined(min([*beam, *found.values()], key=lambda s: s.loss), candidates))
+
+    def _refined(self, state: _State, candidates: list[Trait]) -> _State:
+        """The best state with others of the same groups, with and without what hides them: two changes that help together only."""
+        free = [t for t in candidates if t in ALLOWANCES]
+        kept = [t for t in state.traits if t not in ALLOWANCES]
+        sets = [_with(kept, t) for old in kept if not old.policy for t in candidates if t.group == old.group]
+        several = [(*traits, *some) for traits in sets for n in range(len(free) + 1) for some in combinations(free, n)]
+        return min([state, *(self._state(traits) for traits in several if not self.over())], key=lambda s: s.loss)
 
     def _policies(self, candidates: Sequence[Trait]) -> tuple[Trait, ...]:
         """The policies without which more runs are wrong, the strictest of each group."""
@@ -168,17 +151,20 @@ class _Fitting:
 
     def _likely(self, candidates: Iterable[Trait], state: _State) -> list[Trait]:
         """The LIKELY traits to be tried on all runs: those that do best on few, and better there than the state does."""
-        scale = len(self.measured) / max(1, len(self.few))
-        bar = self._quick(state.traits, scale) - 1e-6
+        wrong = sorted({i for i, _ in state.beyond})
+        some = wrong[:: max(1, len(wrong) // FEW)][:FEW]
+        weight = VIOLATION * self.share * len(wrong) / max(1, len(some))
+        bar = self._quick(state.traits, some, weight) - 1e-6
         free = [t for t in candidates if not t.policy and t not in state.traits]
-        bounds = [(self._quick(_with(state.traits, t), scale), n, t) for n, t in enumerate(free) if not self.over()]
+        bounds = [
+            (self._quick(_with(state.traits, t), some, weight), n, t) for n, t in enumerate(free) if not self.over()
+        ]
         return [t for bound, _, t in sorted(bounds) if bound < bar][:LIKELY]
 
-    def _quick(self, traits: tuple[Trait, ...], scale: float) -> float:
-        """What a state would lose, judged by few runs."""
-        some = self.suspects[:: max(1, len(self.suspects) // FEW)][:FEW]
-        beyond = len(self._beyond(traits, some)) * self.share * len(self.suspects) / max(1, len(some))
-        return self._misfit(traits, self.few) * scale + VIOLATION * beyond
+    def _quick(self, traits: tuple[Trait, ...], wrong: Sequence[int], weight: float) -> float:
+        """What a state would lose, judged by few runs and by some that are wrong."""
+        contracts = self._by_dtype(traits)
+        return self._misfit(contracts, self.few) + weight * len(self._beyond(contracts, wrong))
 
     def _pruned(self, state: _State) -> _State:
         """The state without traits that others have made needless."""
@@ -193,32 +179,44 @@ class _Fitting:
         return state
 
     def _spec(self, traits: Sequence[Trait]) -> str:
-        return ",".join(filter(None, [self.kept, TIGHTEST, *(t.declared for t in traits)]))
+        return ",".join(filter(None, [self.kept, *(t.declared for t in traits)]))
+
+    def _declared(self, spec: str) -> dict[str, Contract]:
+        """The contract of each dtype under a spec."""
+        return {d: contract_for(spec, d, self.device).but(spec="") for d in self.dtypes}
+
+    def _by_dtype(self, traits: Sequence[Trait]) -> dict[str, Contract]:
+        return self._declared(self._spec(traits))
 
     def _contracts(self, traits: tuple[Trait, ...]) -> tuple[Contract, ...]:
-        return tuple(contract_for(self._spec(traits), d, self.device).but(spec="") for d in self.dtypes)
-
-    def _by_dtype(self, traits: tuple[Trait, ...]) -> dict[str, Contract]:
-        return dict(zip(self.dtypes, self._contracts(traits), strict=True))
+        return tuple(self._by_dtype(traits).values())
 
     def _state(self, traits: tuple[Trait, ...]) -> _State:
-        key = tuple(sorted(traits, key=TRAITS.index))
+        key = tuple(sorted(set(traits), key=(*ALLOWANCES, *TRAITS).index))
         if key not in self.states:
-            beyond = self._beyond(key, self.suspects)
+            contracts = self._by_dtype(key)
+            beyond = self._beyond(contracts, self.suspects)
             loss = (
-                self._misfit(key, self.measured)
+                self._misfit(contracts, self.measured)
                 + VIOLATION * self.share * len(beyond)
-                + sum(CAUTIOUS if t.tightens else COST for t in key)
+                + COST * sum(t not in ALLOWANCES for t in key)
             )
-            self.states[key] = _State(key, self._logs(key, self.measured), beyond, loss)
+            self.states[key] = _State(key, self._logs(contracts, self.measured), beyond, loss)
         return self.states[key]
 
-    def _misfit(self, traits: tuple[Trait, ...], runs: Sequence[Sample]) -> float:
-        return sum(_misfit(n, d, x) for (d, n), values in self._logs(traits, runs).items() for x in values)
+    def _misfit(self, contracts: dict[str, Contract], runs: Sequence[int]) -> float:
+        """What the sizes of the errors cost: per dtype and tensor how far the middle run is off, the fewer runs the less."""
+        plain, total = self._logs(self._by_dtype(()), runs), 0.0
+        for key, sizes in self._logs(contracts, runs).items():
+            wider = _middle([plain[key][i] - x for i, x in sizes.items() if i in plain.get(key, ())])
+            off = _off(key[1], key[0], _middle(sizes.values()), wider > DOMINANT)
+            paired = _kind(key[1], key[0]) == "16 bit"  # of two that agree, the one that agrees more
+            total += min(1.0, len(sizes) / FEW) * (SIZE * off + (_middle(sizes.values()) ** 2 if paired else 0.0))
+        return total
 
-    def _beyond(self, traits: tuple[Trait, ...], runs: Iterable[int]) -> frozenset[tuple[int, str]]:
+    def _beyond(self, contracts: dict[str, Contract], runs: Iterable[int]) -> frozenset[tuple[int, str]]:
         """(run, tensor) pairs beyond a limit."""
-        contracts, out = self._by_dtype(traits), set()
+        out = set()
         for i in runs:
             key = (i, contracts[self.samples[i].dtype])
             if key not in self.outside:
@@ -226,119 +224,145 @@ class _Fitting:
             out |= {(i, n) for n in self.outside[key]}
         return frozenset(out)
 
-    def _logs(self, traits: tuple[Trait, ...], runs: Sequence[Sample]) -> dict[tuple[str, str], list[float]]:
-        """Per (dtype, tensor) the log of errors over what a conforming implementation's would be, one a measured run."""
-        contracts = self._by_dtype(traits)
-        out: dict[tuple[str, str], list[float]] = {}
-        for s in runs:
-            key = (id(s), contracts[s.dtype])
-            if key not in self.sizes:
-                self.sizes[key] = log_sizes(s, s.errors, key[1])
-            for name, x in self.sizes[key].items():
-                factor = 0.0 if _unrounded(name, key[1]) else self.base.get((s.dtype, name, s.kind), 0.0)
-                out.setdefault((s.dtype, name), []).append(x - factor)
+    def _logs(self, contracts: dict[str, Contract], runs: Iterable[int]) -> Logs:
+        """Per (dtype, tensor) and run the log of errors over what a conforming implementation's would be."""
+        out: Logs = {}
+        for i in runs:
+            s = self.samples[i]
+            contract = contracts[s.dtype]
+            if (i, contract) not in self.sizes:
+                self.sizes[i, contract] = log_sizes(s, s.errors, contract)
+            for name, x in self.sizes[i, contract].items():
+                paired = _kind(name, s.dtype) == "16 bit" and not _unrounded(name, contract)
+                out.setdefault((s.dtype, name), {})[i] = x - (self.conforming[i].get(name, 0.0) if paired else 0.0)
         return out
 
-    def _conforming(self) -> dict[tuple[str, str, str], float]:
-        """Per (dtype, tensor, kind of data) the mean log of the size of a conforming implementation's errors."""
-        contracts = self._by_dtype(())
-        found: dict[tuple[str, str, str], list[float]] = {}
-        for s in self.measured:
-            for name, x in log_sizes(s, s.conforming_errors, contracts[s.dtype]).items():
-                if _kind(name, s.dtype) == "16 bit":
-                    found.setdefault((s.dtype, name, s.kind), []).append(x)
-        return {key: _mean(values) for key, values in found.items()}
-
     def _fit(self, first: _State, state: _State) -> Fit:
-        left = self._beyond(state.traits, range(len(self.samples)))
+        """What is told of a state; of one that leaves too much unexplained, no traits."""
+        named = tuple(t for t in state.traits if t not in ALLOWANCES)
+        left = self._beyond(self._by_dtype(named), range(len(self.samples)))
         out = Fit(samples=len(self.samples), measured=len(self.measured))
-        out.traits = [self._seen(t, state) for t in state.traits]
-        declared = [t.declared for t in state.traits if not t.assumed]
-        out.spec = ",".join(filter(None, [self.kept, *declared]))
-        out.preset = self._preset(out.spec)
-        out.tighter = self._tighter(state)
+        if len({i for i, _ in left}) > max(FEW, UNTOLD * len(self.samples)):
+            named, left = tuple(t for t in named if t.policy), self.start
+            state = self._state(named)
+        out.traits = [self._seen(t, state) for t in named]
+        out.spec = self._spec(named)
+        tensor_cores = "hopper" if self.device.startswith("cuda") and self.dtypes != ["float32"] else "ieee"
+        out.arithmetic = " + ".join([tensor_cores, *(t.name for t in named if not t.policy)])
+        out.preset = self._preset(named)
+        out.tighter = self._tighter(state, left)
         out.beyond = (len({i for i, _ in self.start}), len({i for i, _ in left}))
         for (dtype, name), logs in state.logs.items():
-            before, after = math.exp(_mean(first.logs.get((dtype, name), [0.0]))), math.exp(_mean(logs))
+            before, after = (math.exp(_middle(x.values())) for x in (first.logs.get((dtype, name), {}), logs))
             out.sizes.setdefault(dtype, {})[name] = (round(before, 3), round(after, 3))
         out.unexplained = [*self._left(left), *self._large(state)]
         return out
 
     def _seen(self, trait: Trait, state: _State) -> Seen:
-        """What the trait explains: the fitted contract against the same without it."""
+        """What the trait explains: the fitted contract against the same without it, by the runs that it makes a difference for."""
         without = self._state(tuple(t for t in state.traits if t is not trait))
-        names = [n for n in TENSORS if any(k[1] == n for k in state.logs) or any(n == x for _, x in without.beyond)]
         evidence = {}
-        for n in names:
-            pairs = [(k, without.logs[k]) for k in without.logs if k[1] == n]
-            pairs = [(k, logs) for k, logs in pairs if k in state.logs]
-            changed = [k for k, logs in pairs if abs(_mean(logs) - _mean(state.logs[k])) > EVIDENCE / 2] or [
-                k for k, _ in pairs
-            ]
+        for n in TENSORS:
             sizes = [
-                math.exp(_mean([x for k in changed for x in s.logs[k]])) if changed else 0.0 for s in (without, state)
+                (x, state.logs[key][i])
+                for key, logs in without.logs.items()
+                for i, x in logs.items()
+                if key[1] == n and i in state.logs.get(key, ()) and abs(x - state.logs[key][i]) > EVIDENCE / 2
             ]
             counts = [sum(x == n for _, x in s.beyond) for s in (without, state)]
-            evidence[n] = (counts[0], counts[1], round(sizes[0], 3), round(sizes[1], 3))
+            if sizes or counts[0] != counts[1]:
+                before, after = (math.exp(_middle(x)) for x in (zip(*sizes, strict=True) if sizes else ((), ())))
+                evidence[n] = (counts[0], counts[1], round(before, 3), round(after, 3))
         return Seen(trait, evidence)
 
-    def _preset(self, spec: str) -> str:
-        """A preset that declares the same arithmetic, tiles aside."""
+    def _preset(self, traits: Sequence[Trait]) -> str:
+        """A preset that names the same fields of the arithmetic, tiles and a wide exponential aside, under which the runs do as well."""
+        if all(t.policy for t in traits):
+            return ""
+        spec = self._spec(traits)
+        wanted, best = self._deviations(spec), ("", self._raw(self._by_dtype(traits)) + NOISE)
+        for name in sorted(PRESETS, key=_of_a_backend):
+            said = ",".join(filter(None, [name, self.kept]))
+            if spec != said and self._deviations(said) == wanted:
+                loss = self._raw(self._declared(said))
+                best = (name, loss) if loss < best[1] - 1e-9 else best
+        return best[0]
 
-        def alike(words: str) -> list[Contract]:
-            return [contract_for(words, d, self.device).but(spec="", kv_tile=8, q_tile=16) for d in self.dtypes]
-
-        wanted = alike(spec)
-        names = [n for n in PRESETS if alike(",".join(filter(None, [n, *self.kept.split(",")]))) == wanted]
-        return next((n for n in names if n != spec), "") if wanted != alike(self.kept) else ""
-
-    def _tighter(self, state: _State) -> str:
-        """Items that take back what the default allows and no run shows, where runs could have shown it."""
-        chosen = {t.name for t in state.traits} | (
-            {"gqa", "dbias"} if any(t.name == "lowp" for t in state.traits) else set()
-        )
-        could = {
-            "gqa": any(s.problem.sizes[1] > s.problem.sizes[2] and "dk" in s.errors for s in self.measured),
-            "dbias": any("dbias" in s.errors and s.problem.bias is not None for s in self.measured),
+    def _deviations(self, spec: str) -> set[tuple[str, str]]:
+        """(dtype, field) where the arithmetic of a spec differs from the default; of 16 bit where there is any."""
+        default, said = self._declared(self.kept), self._declared(spec)
+        dtypes = [d for d in self.dtypes if d != "float32"] or self.dtypes
+        fields = set(vars(default[dtypes[0]])) - {
+            "kv_tile",
+            "q_tile",
+            "exp_u",
+            "gqa_u",
+            "gqa_eta",
+            "deterministic",
+            *POLICIES,
         }
-        narrow = set(self.dtypes) & {"float16", "bfloat16"}
-        gone = [n for n, seen in could.items() if seen and narrow and n not in chosen]
-        return ",".join(f"{n}_u=0,{n}_eta=0" for n in gone)
+        return {(d, n) for d in dtypes for n in fields if getattr(said[d], n) != getattr(default[d], n)}
+
+    def _raw(self, contracts: dict[str, Contract]) -> float:
+        """What contracts lose in 16 bit where there is any, their traits not counted."""
+        runs = [i for i in self.measured if self.samples[i].dtype != "float32"] or self.measured
+        return self._misfit(contracts, runs) + VIOLATION * self.share * len(self._beyond(contracts, self.suspects))
+
+    def _tighter(self, state: _State, left: frozenset[tuple[int, str]]) -> str:
+        """Items that take back what the default allows and no run needs, where runs could have shown it."""
+        chosen = [t for t in state.traits if t in ALLOWANCES and self._told((), t)]
+        for t in INSIDE:
+            after, contracts = self._told(chosen, t), self._by_dtype((*state.traits, t))
+            small = after and max(map(_middle, after)) < SMALLER
+            if small and self._beyond(contracts, range(len(self.samples))) <= left:
+                return ",".join(x.declared for x in (t, *chosen))
+        return ",".join(t.declared for t in chosen)
+
+    def _told(self, traits: Sequence[Trait], new: Trait) -> list[list[float]]:
+        """Per dtype and tensor the sizes of errors with a further trait, of the runs that it makes a difference for, if enough."""
+        before, after = (self._logs(self._by_dtype(t), self.measured) for t in (traits, (*traits, new)))
+        moved = [
+            [x for i, x in logs.items() if abs(x - before.get(key, {}).get(i, x)) > EVIDENCE / 2]
+            for key, logs in after.items()
+        ]
+        return [x for x in moved if len(x) >= FEW]
 
     def _left(self, left: frozenset[tuple[int, str]]) -> list[str]:
         """A line for each tensor that is still beyond a limit, with an example."""
-        out = []
-        for name in TENSORS:
-            runs = sorted(i for i, n in left if n == name)
-            if runs:
-                many = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-                out.append(
-                    f"{name}: {many} of {len(self.samples)} still beyond the limit, as in {self.samples[runs[0]].words}"
-                )
-        return out
+        runs = {n: sorted(i for i, x in left if x == n) for n in TENSORS}
+        return [
+            f"{n}: {len(r)} run{'s' * (len(r) > 1)} of {len(self.samples)} still beyond the limit, as in {self.samples[r[0]].words}"
+            for n, r in runs.items()
+            if r
+        ]
 
     def _large(self, state: _State) -> list[str]:
         """A line for each tensor whose errors are still larger than expected."""
         return [
-            f"{name} in {dtype}: errors {math.exp(_mean(logs)):.2f} times as large as expected"
+            f"{name} in {dtype}: errors {math.exp(_middle(logs.values())):.2f} times as large as expected"
             for (dtype, name), logs in state.logs.items()
-            if _mean(logs) > UNEXPLAINED[_kind(name, dtype)]
+            if _middle(logs.values()) > UNEXPLAINED[_kind(name, dtype)]
         ]
 
 
-def _measured(samples: Sequence[Sample]) -> list[Sample]:
+def _measured(samples: Sequence[Sample]) -> list[int]:
     """The first MEASURED runs of each dtype that have a conforming answer beside them."""
     out, counts = [], dict.fromkeys({s.dtype for s in samples}, 0)
-    for s in samples:
+    for i, s in enumerate(samples):
         if s.conforming is not None and s.errors and counts[s.dtype] < MEASURED:
             counts[s.dtype] += 1
-            out.append(s)
+            out.append(i)
     return out
 
 
 def _unrounded(name: str, contract: Contract) -> bool:
     """Whether nothing is rounded on the way to a tensor but the tensor itself: its expected size needs no factor then."""
     return not (contract.p_u if name in ("o", "dv") else contract.ds_u)
+
+
+def _of_a_backend(preset: str) -> bool:
+    """Whether a preset is named for one implementation; those that are not come first."""
+    return preset.startswith("torch") or preset in ("cudnn", "efficient")
 
 
 def _with(traits: Iterable[Trait], new: Trait) -> tuple[Trait, ...]:
@@ -356,16 +380,21 @@ def _distinct(traits: Iterable[Trait], contracts: Callable[[tuple[Trait, ...]], 
     return out
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _middle(values: Iterable[float]) -> float:
+    """The median; 0, the log of 1, of none."""
+    listed = list(values)
+    return median(listed) if listed else 0.0
 
 
 def _kind(name: str, dtype: str) -> str:
     return "16 bit" if dtype in ("float16", "bfloat16") and name != "lse" else "witness"
 
 
-def _misfit(name: str, dtype: str, log_size: float) -> float:
-    """What the size of one run's errors counts: the square of how far it is off, beyond the dead zone."""
-    low, high = DEAD_ZONE[_kind(name, dtype)]
+def _off(name: str, dtype: str, log_size: float, told: bool) -> float:
+    """How far errors are from their expected size beyond the dead zone: the square while that is small, then in proportion."""
+    kind = _kind(name, dtype)
+    if told and kind == "witness":
+        kind = "told" if name in ("o", "lse") else "told gradient"
+    low, high = DEAD_ZONE[kind]
     off = log_size - min(max(log_size, low), high)
-    return (TOO_LARGE if off > 0 else TOO_SMALL) * off * off
+    return (TOO_LARGE if off > 0 else TOO_SMALL) * 2 * (math.sqrt(1 + off * off) - 1)

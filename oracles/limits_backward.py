@@ -132,7 +132,7 @@ def dq_limit(r: Reference, c: Contract, f: Forward, s: Scores) -> Array:
     rounding = comb(c.ds_u, c.dot_u, summed(c, r.n), 5 * c.u + c.constant_u)
     error = size * ((s.own + s.size * rounding) @ r.ak + s.delta * np.abs(s.weight @ r.k))
     error = error + small_products(r, c, r.kf, r.ak, r.n) + r.n * c.ftz
-    if c.dq_acc_u or c.acc_eta:
+    if c.dq_acc_u:
         error = error + f.rescales * (c.dq_acc_u * (size * (s.size @ r.ak) + error) + max(1.0, size) * c.acc_eta)
     return stored(c, np.abs(r.dq), error)
 
@@ -198,7 +198,7 @@ def partial_sums(
     """Sums per query head, or per query tile, that are rounded before they are added up (x^T y, bounded by up^T ay)."""
     if c.gqa_u and r.G > 1:
         error = error + c.gqa_u * (size * per_head(r, x, y) + error) + c.gqa_eta * r.G
-    if c.dkv_acc_u or c.acc_eta:
+    if c.dkv_acc_u:
         tiles = r.G * -(-r.Lq // c.q_tile)  # of every query head of the group
         total = size * (up.swapaxes(-1, -2) @ ay)
         error = error + tiles * (c.dkv_acc_u * (total + error) + max(1.0, size) * c.acc_eta)

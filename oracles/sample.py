@@ -26,7 +26,6 @@ class Sample:
     dtype: str
     conforming: Mapping[str, Tensor] | None = None
     words: str = ""
-    kind: str = ""  # of its data: what is expected is calibrated for each kind
 
     @cached_property
     def reference(self) -> Reference:

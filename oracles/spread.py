@@ -328,8 +328,9 @@ def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array, weights:
 def _partial_sums(tiles: float | Array, total: Array, walk: Array) -> Array:
     """The squares of all partial sums but the last, which is the output, added up.
 
-    After k of T tiles the part of the total that grows evenly is k/T of it, and a random walk has k/T of its variance.
+    Of a random walk of T equal steps that ends at the total, the mean square after k of them is (k/T)^2 of the total's square
+    and (k/T)(1 - k/T) of the walk's variance (the variance of a Brownian bridge).
     """
     tiles = np.maximum(tiles, 1)  # without a tile there is no partial sum either
     even = (tiles + 1) * (2 * tiles + 1) / (6 * tiles) - 1
-    return cast(Array, even * total + (tiles - 1) / 2 * walk)
+    return cast(Array, even * total + ((tiles - 1) / 2 - even) * walk)

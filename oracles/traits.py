@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FLOAT32_INSIDE = "none needed: this is tighter than the default"
+_TIGHTER = "none needed: this is tighter than the default"
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Trait:
     """One deviation from the tightest contract: how to declare it, what it is, and the change of the code that removes it.
 
     Of one `group` a contract has at most one. A `policy` says what is answered where the definition leaves a choice: it
-    shows in wrong elements only, never in the size of errors. `assumed`: the default contract allows it already.
+    shows in wrong elements only, never in the size of errors.
     """
 
     name: str
@@ -25,16 +25,7 @@ class Trait:
     code_change: str
     group: str
     policy: bool = False
-    assumed: bool = False
 
-    @property
-    def tightens(self) -> bool:
-        """Whether it takes from what the default contract allows, instead of adding to it."""
-        return self.code_change == _FLOAT32_INSIDE
-
-
-TIGHTEST = "gqa_u=0,gqa_eta=0,dbias_u=0,dbias_eta=0"
-"""What takes from the default contract the roundings that it allows everybody: one of 16 bits fits without them first."""
 
 _TF32 = 'input_precision="ieee" in tl.dot; torch.backends.cuda.matmul.allow_tf32 = False'
 _ACC = "accumulate dk and dv in float32 across query tiles"
@@ -55,14 +46,6 @@ def _formats(field: str, eta: str, words: str, change: str) -> tuple[Trait, ...]
 
 TRAITS: tuple[Trait, ...] = (
     Trait(
-        "gqa", "gqa_u=io,gqa_eta=io_eta", "dk and dv rounded per query head before the sum over the group",
-        "sum the query heads of a group in float32", "gqa", assumed=True,
-    ),
-    Trait(
-        "dbias", "dbias_u=io,dbias_eta=io_eta", "dS rounded before its sum over the axes that the bias broadcasts",
-        "sum dS in float32", "dbias", assumed=True,
-    ),
-    Trait(
         "ds_scaled", "ds_scaled=true", "dS multiplied by the scale before its cast",
         "multiply the accumulated dq and dk by the scale", "ds_scaled",
     ),
@@ -77,12 +60,6 @@ TRAITS: tuple[Trait, ...] = (
     *_formats("s_u", "s_eta", "scores stored in {}", "keep the scores in float32 until the softmax"),
     *_formats("dp_u", "dp_eta", "dP stored in {}", "keep dP in float32: its cancellation with delta amplifies the rounding"),
     *_formats("lse_u", "", "lse stored in {}", "allocate lse as float32"),
-    Trait(
-        "float32_inside", "p_u=0,p_eta=2^-126,ds_u=0,ds_eta=2^-126", "P and dS kept in float32 for the dots", _FLOAT32_INSIDE,
-        "p_u",
-    ),
-    Trait("p_float32", "p_u=0,p_eta=2^-126", "P kept in float32 for the dots", _FLOAT32_INSIDE, "p_u"),
-    Trait("ds_float32", "ds_u=0,ds_eta=2^-126", "dS kept in float32 for the dots", _FLOAT32_INSIDE, "ds_u"),
     Trait("p_bf16", "p_u=2^-8,p_eta=2^-126", "P cast to bfloat16", "cast P to the dtype of v, no narrower", "p_u"),
     Trait("p_fp8", "p_u=2^-4,p_eta=2^-10", "P cast to e4m3", "cast P to the dtype of v, no narrower", "p_u"),
     Trait("ds_bf16", "ds_u=2^-8,ds_eta=2^-126", "dS cast to bfloat16", "cast dS to the dtype of k, no narrower", "ds_u"),
@@ -148,3 +125,28 @@ TRAITS: tuple[Trait, ...] = (
     ),
 )  # fmt: skip
 """In the order in which equally good ones are preferred."""
+
+ALLOWANCES: tuple[Trait, ...] = (
+    Trait("gqa_float32", "gqa_u=0,gqa_eta=0", "the query heads of a group summed in float32", _TIGHTER, "gqa"),
+    Trait(
+        "dbias_float32",
+        "dbias_u=0,dbias_eta=0",
+        "dS summed in float32 over the axes that the bias broadcasts",
+        _TIGHTER,
+        "dbias",
+    ),
+)
+"""Without the roundings of sums that the default contract allows everybody. They hide others, so a fit weighs both."""
+
+INSIDE: tuple[Trait, ...] = (
+    Trait(
+        "float32_inside",
+        "p_u=0,p_eta=2^-126,ds_u=0,ds_eta=2^-126",
+        "P and dS kept in float32 for the dots",
+        _TIGHTER,
+        "inside",
+    ),
+    Trait("p_float32", "p_u=0,p_eta=2^-126", "P kept in float32 for the dots", _TIGHTER, "inside"),
+    Trait("ds_float32", "ds_u=0,ds_eta=2^-126", "dS kept in float32 for the dots", _TIGHTER, "inside"),
+)
+"""Without the casts of P and dS, the most first."""
