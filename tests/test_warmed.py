@@ -14,6 +14,7 @@ from flashproof.__main__ import run
 from flashproof.fuzz.buckets import Buckets, bucket
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.region import Region
+from flashproof.fuzz.tensors import build
 from flashproof.fuzz.warmed import PREFIX, Warmed, WarmedDraw, cases_class, found, identity, source_hash
 
 REGION = Region(dropout=False)
@@ -92,6 +93,14 @@ def test_a_change_of_a_file_beside_the_target_changes_its_source(tmp_path):
     before = source_hash(info)
     (tmp_path / "kernel.py").write_text("y = 2\n")
     assert before != source_hash(info)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "blhd", "chunk", "offset", "strided", "transposed"])
+def test_pointers_are_aligned_in_memory_as_their_offset_says(layout):
+    """Where Triton looks whether 16 divides a pointer, CUDA's memory, aligned to 512, and the pretended device's agree."""
+    inputs = build(Case(dtype="float16", Lq=5, Lk=7, D=8, Dv=8, layout_q=layout, layout_k=layout, layout_v=layout))
+    for x in (inputs.q, inputs.k, inputs.v):
+        assert x.data_ptr() % 16 == x.storage_offset() * x.element_size() % 16
 
 
 WARM = ["warm", "triton_flash", "--arch", "sm_90", "--examples", "6", "--dtype", "float16", "--max-len", "40"]
