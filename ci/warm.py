@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..fuzz.buckets import RESERVE, drawn_bytes
 from ..fuzz.case import Case
 from ..fuzz.commands import COUNT, FOLDER, JSON, SEED, Exit, Options, Stop, flashproof, takes_options
 from ..fuzz.compiling import Compiled
@@ -21,7 +22,7 @@ from ..fuzz.offline import ARCHITECTURES
 from ..fuzz.outcome import Outcome, write_json
 from ..fuzz.region import Region
 from ..fuzz.session import WIDTH, Session, opened
-from ..fuzz.warmed import Warmed, WarmedDraw, cases_class, identity
+from ..fuzz.warmed import Warmed, WarmedDraw, cases_class, identity, resized
 
 EXAMPLES = 400
 """Cases after which a hunt has nothing left to compile: the limit of variants is reached before."""
@@ -67,7 +68,7 @@ def warm(
         compiler = _Compiler(session)
         session.runner.probe()
         campaign = hunt(compiler, session.region, examples=examples, seed=seed, policy=COMPILING)
-        warmed, anew = kept(session, compiler, seed)
+        warmed, anew = kept(session, compiler, seed, examples)
         if campaign.compiled.variants and warmed.cases:
             warmed.save(folder)
     outcome = Outcome(target, session, campaign.cases, campaign.accepted, campaign.refused, campaign.inexpressible)
@@ -83,12 +84,23 @@ def warm(
     return outcome.code
 
 
-def kept(session: Session, compiler: _Compiler, seed: int) -> tuple[Warmed, int]:
+def widen(session: Session, compiler: _Compiler, seed: int, examples: int) -> None:
+    """Run structures that ran with many more sizes, until too much is compiled for them: what ran is listed."""
+    ran, compiled = list(compiler.ran.values()), session.runner.compiled
+    most = len(compiled.variants) + RESERVE
+    for n, data in enumerate(drawn_bytes(16, examples if ran else 0, seed + (1 << 41))):
+        case = resized(ran[n % len(ran)], ran[data[9] % len(ran)], data)
+        if case is not None and not session.region.refuses(case) and len(compiled.variants) < most:
+            compiler.check(case)
+
+
+def kept(session: Session, compiler: _Compiler, seed: int, examples: int) -> tuple[Warmed, int]:
     """The list of what was compiled, and how many of its variants only its rehearsal met.
 
     Rehearsed are hunts with other seeds. Where sizes of a class compile anew, the list keeps to the very sizes that ran.
     """
     compiled = session.runner.compiled
+    widen(session, compiler, seed, examples)
     warmed = Warmed(identity(session.info, session.options.configs or "tuned"), list(compiler.ran.values()), 0)
     for free in (True, False):
         warmed.sizes_free, before = free, len(compiled.variants)

@@ -16,7 +16,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from .buckets import LONGEST, SHAPE, WORK, bucket, drawn_bytes
+from .buckets import LONGEST, SHAPE, WORK, bucket, drawn_bytes, within
 from .case import Case, case_from_json
 from .masks import Packed
 from .region import Region
@@ -153,6 +153,25 @@ class WarmedDraw:
 
     def add(self, case: Case, status: str) -> None:
         """Nothing: what is drawn does not depend on how cases went."""
+
+
+def resized(case: Case, other: Case, data: bytes) -> Case | None:
+    """The case with sizes that follow from `data`, and the scale of another; None where it cannot have them."""
+    if Packed in map(type, case.mask.walk()):
+        return None
+    B, Hkv, Lq, Lk = 1 + data[0] % 3, 1 + data[1] % 3, _length(data[2:4]), _length(data[4:6])
+    scale = other.scale if data[6] % 2 else case.scale
+    try:
+        same = {"Lk": Lq if data[7] % 2 else Lk}
+        return within(case.but(B=B, Hkv=Hkv, Hq=Hkv * case.G, Lq=Lq, **same, scale=scale, seed=data[8]))
+    except ValueError:
+        return None
+
+
+def _length(data: bytes) -> int:
+    """Every power of two is as likely."""
+    low = 1 << data[0] % LONGEST.bit_length()
+    return min(low + data[1] % low, LONGEST)
 
 
 def drawn(group: Sequence[Case], data: bytes, warmed: Warmed, region: Region) -> Case:
