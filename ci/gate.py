@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from ..fuzz.case import Case
 from ..fuzz.commands import (
+    BEYOND_WARM,
     COUNT,
     FILE,
     FOLDER,
@@ -136,6 +137,7 @@ class Plan:
 @click.option("--junit", type=FILE, default=None, metavar="FILE", help="Write the result as JUnit XML.")
 @click.option("--annotations", is_flag=True, help="Print the ten worst failures as annotations of a GitHub workflow.")
 @JOBS
+@BEYOND_WARM
 @SEED
 @SAVE
 @JSON

@@ -11,19 +11,28 @@ from typing import Any
 
 import click
 
+from ..fuzz.buckets import RESERVE, drawn_bytes
 from ..fuzz.case import Case
 from ..fuzz.commands import COUNT, FOLDER, JSON, SEED, Exit, Options, Stop, flashproof, takes_options
 from ..fuzz.compiling import Compiled
 from ..fuzz.engine import hunt
-from ..fuzz.hunting import COMPILING
+from ..fuzz.hunting import COMPILING, cache_folder
 from ..fuzz.judge import Verdict
 from ..fuzz.offline import ARCHITECTURES
 from ..fuzz.outcome import Outcome, write_json
 from ..fuzz.region import Region
 from ..fuzz.session import WIDTH, Session, opened
+from ..fuzz.warmed import Warmed, WarmedDraw, cases_class, identity, resized
 
 EXAMPLES = 400
 """Cases after which a hunt has nothing left to compile: the limit of variants is reached before."""
+
+
+REHEARSED = 96
+"""Cases that are drawn from the list before it is kept, as a hunt with another seed draws them."""
+NOT_FUNCTIONS = (
+    "{} variants were compiled for cases that differ in seed and data alone: a hunt may have to compile more"
+)
 
 
 @flashproof.command()
@@ -53,21 +62,57 @@ def warm(
     """
     if options.device or options.in_process:
         raise Stop("warm pretends a device of --arch in a process of its own: leave out --device and --in-process")
-    folder = cache or Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    folder = cache or cache_folder()
     os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     with opened(target, replace(options, device="cuda"), arch=arch) as session:
         compiler = _Compiler(session)
         session.runner.probe()
         campaign = hunt(compiler, session.region, examples=examples, seed=seed, policy=COMPILING)
+        warmed, anew = kept(session, compiler, seed, examples)
+        if campaign.compiled.variants and warmed.cases:
+            warmed.save(folder)
     outcome = Outcome(target, session, campaign.cases, campaign.accepted, campaign.refused, campaign.inexpressible)
     outcome.seconds, outcome.lost = campaign.seconds, campaign.infrastructure
     outcome.warnings = [f"{what} ({n})" for what, n in compiler.raised.most_common()]
+    outcome.warnings += [NOT_FUNCTIONS.format(anew)] if anew else []
     if not campaign.compiled.variants:
         outcome.problems.append(f"{target} compiled nothing that can be kept: it launched no Triton kernel")
     outcome.extra = {"arch": arch, "cache": str(folder), "seed": seed, "compiled": campaign.compiled.to_json()}
+    outcome.extra["listed"] = {"cases": len(warmed.cases), "sizes_free": warmed.sizes_free, "anew": anew}
     _say(outcome, campaign.compiled, arch, folder)
     write_json(json_file, [outcome])
     return outcome.code
+
+
+def widen(session: Session, compiler: _Compiler, seed: int, examples: int) -> None:
+    """Run structures that ran with many more sizes, until too much is compiled for them: what ran is listed."""
+    ran, compiled = list(compiler.ran.values()), session.runner.compiled
+    most = len(compiled.variants) + RESERVE
+    for n, data in enumerate(drawn_bytes(16, examples if ran else 0, seed + (1 << 41))):
+        case = resized(ran[n % len(ran)], ran[data[9] % len(ran)], data)
+        if case is not None and not session.region.refuses(case) and len(compiled.variants) < most:
+            compiler.check(case)
+
+
+def kept(session: Session, compiler: _Compiler, seed: int, examples: int) -> tuple[Warmed, int]:
+    """The list of what was compiled, and how many of its variants only its rehearsal met.
+
+    Rehearsed are hunts with other seeds. Where sizes of a class compile anew, the list keeps to the very sizes that ran.
+    """
+    compiled = session.runner.compiled
+    widen(session, compiler, seed, examples)
+    warmed = Warmed(identity(session.info, session.options.configs or "tuned"), list(compiler.ran.values()), 0)
+    for free in (True, False):
+        warmed.sizes_free, before = free, len(compiled.variants)
+        draw = WarmedDraw(seed + REHEARSED, warmed)
+        for number in range(REHEARSED // 32):
+            for case in draw.round(session.region, 32, number):
+                compiler.check(case)
+        anew = len(compiled.variants) - before
+        if not anew:
+            break
+    warmed.variants = len(compiled.variants)
+    return warmed, anew
 
 
 class _Compiler:
@@ -77,6 +122,7 @@ class _Compiler:
         self.runner: Any = session.runner
         self.region: Region | None = session.declared
         self.raised: Counter[str] = Counter()
+        self.ran: dict[Any, Case] = {}
 
     def check(self, case: Case, thorough: bool = False, *, explain: bool = True) -> Verdict:  # noqa: ARG002
         """Whether the case was taken: refused counts as it would in a hunt."""
@@ -84,6 +130,8 @@ class _Compiler:
         wrongly = self.region is not None and not self.region.refuses(case)
         if out.status in ("raised", "crashed", "hung"):
             self.raised[f"{out.status}: {out.message}"] += 1
+        if out.status == "ok":
+            self.ran.setdefault(cases_class(case), case)
         apart = out.status in ("inexpressible", "infrastructure") or (out.status == "refused" and not wrongly)
         return Verdict(case, out.status if apart else "pass", execution=out)
 

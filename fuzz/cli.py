@@ -11,7 +11,21 @@ from pathlib import Path
 import click
 
 from .answers import kept_answer
-from .commands import COUNT, JOBS, JSON, SAVE, SEED, Exit, Options, Seconds, Stop, flashproof, takes_options, worst
+from .commands import (
+    BEYOND_WARM,
+    COUNT,
+    JOBS,
+    JSON,
+    SAVE,
+    SEED,
+    Exit,
+    Options,
+    Seconds,
+    Stop,
+    flashproof,
+    takes_options,
+    worst,
+)
 from .corpus import CorpusError, Record, files, judgeable
 from .dialects import Binding, Inexpressible
 from .hunting import Budget, hunted, rerun
@@ -57,6 +71,7 @@ SAVE_TENSORS = click.option(
     help=f"Known failures, told apart (default {LEDGER} where it exists).",
 )
 @JOBS
+@BEYOND_WARM
 @click.option(
     "--sanitizer",
     type=click.Choice(TOOLS),

@@ -86,6 +86,7 @@ class Options:
     log: Path | None = None
     configs: str = ""
     jobs: int = 1
+    beyond_warm: bool = False
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -200,6 +201,11 @@ JOBS = click.option(
     show_default=True,
     metavar="N",
     help="Workers at once on each device; the result is the same, sooner.",
+)
+BEYOND_WARM = click.option(
+    "--beyond-warm",
+    is_flag=True,
+    help="Hunt on a GPU as if `warm` had left no list beside Triton's cache: compile more.",
 )
 SEED = click.option(
     "--seed",

@@ -53,6 +53,7 @@ class Compiled:
             return ""
         cached = len(self.variants) - self.built
         found = f" ({cached} from a cache)" if cached > 0 else ""
+        found += f", {self.built} built" if cached > 0 else ""
         return f"{len(self.variants)} variants{found} in {self.seconds:.1f} s, apart from every deadline"
 
 

@@ -24,6 +24,7 @@ from .learn import Learner
 from .region import Region
 from .strategies import cases as all_cases
 from .study import Study
+from .warmed import Warmed, WarmedDraw
 
 ROUNDS = (8, 16, 32, 64)
 """Cases drawn at a time: few at first, to start soon; the last size goes on for ever. The region may narrow between."""
@@ -45,14 +46,16 @@ def hunt(
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     strategy: Callable[[Region], st.SearchStrategy[Case]] = all_cases,
     clock: Callable[[], float] = time.monotonic,
+    warmed: Warmed | None = None,
 ) -> Campaign:
     """The campaign of cases drawn from `region` (default: what the judge's runner can be told) until one limit is reached.
 
     `examples` counts distinct cases and is exact and reproducible; `seconds` is neither. KeyboardInterrupt ends the hunt.
+    `warmed` is a list of cases whose kernels are compiled: nothing beyond it is drawn.
     """
     info = getattr(judge.runner, "info", {})
     drawn_from = region or region_from_json(info.get("expressible")) or judge.region or Region()
-    return _Hunt(judge, drawn_from, examples, seconds, seed, on_event, policy, strategy, clock).run(info)
+    return _Hunt(judge, drawn_from, examples, seconds, seed, on_event, policy, strategy, clock, warmed).run(info)
 
 
 @dataclass
@@ -66,11 +69,12 @@ class _Hunt:
     policy: Policy
     strategy: Callable[[Region], st.SearchStrategy[Case]]
     clock: Callable[[], float]
+    warmed: Warmed | None = None
     campaign: Campaign = field(default_factory=Campaign)
     started: float = 0.0
     newest: tuple[int, float] = (0, 0.0)  # cases and seconds at the newest failure
     lost: int = 0
-    buckets: Buckets | None = None
+    buckets: Buckets | WarmedDraw | None = None
 
     def run(self, info: Any) -> Campaign:
         """Search, then study what was found; either may be interrupted, and what was found until then stays."""
@@ -82,7 +86,9 @@ class _Hunt:
         )
         self.book = Book(self.judge, self._new)
         self.campaign.compiled = getattr(self.judge.runner, "compiled", self.campaign.compiled)
-        if self.policy.variants:
+        if self.warmed is not None:
+            self.buckets = WarmedDraw(self.seed, self.warmed)
+        elif self.policy.variants:
             compiled = self.campaign.compiled
             workers = len(getattr(getattr(self.judge, "ahead", None), "jurors", ())) or 1
             half = workers * (self.seconds or float("inf")) / 2
@@ -92,6 +98,7 @@ class _Hunt:
         study = Study(self.book, self.campaign, self.policy, self._emit, self.clock)
         try:
             self._search()
+            self.campaign.searched = (len(self.campaign.compiled.variants), self.campaign.compiled.built)
             if not self._unusable():
                 study.run()
         except KeyboardInterrupt:
@@ -195,7 +202,7 @@ class _Hunt:
             self.learner.add(verdict.case, kind)
         if self.buckets is not None:
             self.buckets.add(verdict.case, kind)
-            idle = c.cases >= COMPILES_BY and not c.compiled.variants
+            idle = self.warmed is None and c.cases >= COMPILES_BY and not c.compiled.variants
             self.buckets = None if idle else self.buckets
         if kind == "refused" and verdict.execution:
             c.refusals[verdict.execution.message.partition("\n")[0]] += 1

@@ -162,6 +162,7 @@ class Runner:
             "contract": self.contract,
             "forward_only": self.forward_only,
             "device": self.device,
+            "arch": architecture(self.device),
             "interpreted": self.interpreted,
             "environment": environment(self.device),
         }
@@ -383,6 +384,14 @@ def present(device: str) -> str:
     if int(index or 0) >= count:
         raise DeviceAbsent(f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices")
     return device
+
+
+def architecture(device: str) -> str:
+    """The architecture of a CUDA device as NVIDIA writes it, sm_90; empty for others."""
+    if device == "cpu":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{10 * major + minor}"
 
 
 def environment(device: str) -> dict[str, str]:

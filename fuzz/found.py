@@ -76,6 +76,7 @@ class Campaign:
     warnings: Counter[str] = field(default_factory=Counter)
     budget: dict[str, tuple[float, Case]] = field(default_factory=dict)
     slowest: tuple[float, Case] | None = None
+    searched: tuple[int, int] | None = None  # variants and built ones when the search ended, before anything was shrunk
     stopped: str = ""
     trouble: str = ""
     compiled: Compiled = field(default_factory=Compiled)

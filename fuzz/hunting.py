@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ..oracles.finding import Finding
 from .buckets import VARIANTS
@@ -18,7 +23,8 @@ from .judge import Verdict
 from .outcome import FailedCase, Keeper, Outcome, replay_line
 from .progress import Progress
 from .report import failure_json, failure_text, failures_text, summary
-from .session import Session
+from .session import WIDTH, Session
+from .warmed import Warmed, found, identity
 
 COMPILING = Policy(variants=VARIANTS, shrink_seconds=60.0)
 """Where a target may compile: a step of a shrink can cost seconds."""
@@ -48,7 +54,11 @@ def hunted(
         saved(keeper, event)
         progress(event)
 
+    warmed, note = listed(session)
+    if note:
+        click.echo("\n".join(textwrap.wrap(f"warm      {note}", WIDTH, subsequent_indent=" " * 10)))
     ignored = probed(session)
+    probing = (len(session.runner.compiled.variants), session.runner.compiled.built)
     gc.freeze()  # what is imported by now stays: searching it for garbage takes a tenth of a hunt
     with session.workers():
         campaign = hunt(
@@ -59,9 +69,11 @@ def hunted(
             seed=budget.seed,
             on_event=on_event,
             policy=Policy() if session.info["device"] == "cpu" else COMPILING,
+            warmed=warmed,
         )
     campaign.failures[:] = [f for f in (*ignored, *campaign.failures) if not known(f)]
     outcome = summed(session, campaign, keeper, command, min_cases)
+    outcome.extra["warm"] = {"note": note, "listed": warmed.variants if warmed else None, "while_probing": probing[1]}
     outcome.report = failures_text(campaign, lambda f: replay_line(kept(keeper, f)))
     outcome.closing = summary(campaign, command, min_cases)
     return outcome
@@ -110,7 +122,7 @@ def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, m
     outcome.interrupted = c.stopped == "interrupted"
     outcome.failures = [*(failed(f, keeper) for f in c.failures), *unshrunk(c, keeper)]
     outcome.extra = {
-        "compiled": c.compiled.to_json(),
+        "compiled": c.compiled.to_json() | while_shrinking(c),
         "seed": c.seed,
         "stopped": c.stopped,
         "by_kind": {name: asdict(count) for name, count in c.by_kind.items()},
@@ -118,6 +130,28 @@ def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, m
         "learnt": asdict(c.learnt) if c.declared is None else None,
     }
     return outcome
+
+
+def while_shrinking(c: Campaign) -> dict[str, Any]:
+    """The variants that were met, and built, after the search: by shrinking and studying what it found."""
+    variants, built = c.searched or (len(c.compiled.variants), c.compiled.built)
+    later = {"variants": len(c.compiled.variants) - variants, "built": c.compiled.built - built}
+    return {"while_shrinking": later}
+
+
+def cache_folder() -> Path:
+    """Triton's cache on disk."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def listed(session: Session) -> tuple[Warmed | None, str]:
+    """The list of `warm` that a hunt on a device keeps to, and the sentence about it; (None, "") where there is none."""
+    if session.info["device"] == "cpu" or session.options.beyond_warm:
+        return None, ""
+    warmed, why = found(cache_folder(), identity(session.info, session.options.configs or "tuned"))
+    if warmed is None:
+        return None, why
+    return warmed, f"{warmed.variants} variants from warm: nothing else is compiled (--beyond-warm hunts beyond it)"
 
 
 def failed(failure: Failure, keeper: Keeper) -> FailedCase:

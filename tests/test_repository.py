@@ -50,6 +50,7 @@ LAYERS = (
         "fuzz.report",
         "fuzz.study",
     ),
+    ("fuzz.warmed",),
     ("fuzz.engine", "fuzz.sanitizing"),
     ("fuzz.hunting", "fuzz.inspecting"),
     ("fuzz.api", "fuzz.capture", "fuzz.cli", "fuzz.plugin", "ci"),
