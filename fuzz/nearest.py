@@ -101,6 +101,8 @@ def _beyond(case: Case, other: Case, passes: Callable[[Case], bool]) -> str:
     """What follows a passing size that is a whole number of tiles: that twice as many pass, if so; only the edge fails."""
     for name in ("Lq", "Lk", "D", "Dv"):
         n, less = getattr(case, name), getattr(other, name)
-        if n == less + 1 and less % 8 == 0 and less > 0 and passes(case.but(**{name: 2 * less})):
-            return f", {2 * less} passes"
+        if n == less + 1 and less % 8 == 0 and less > 0:
+            twice = changed(case, {name: 2 * less})  # None where packed lengths add up to something else
+            if twice is not None and passes(twice):
+                return f", {2 * less} passes"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashproof.fuzz.case import Case
-from flashproof.fuzz.masks import Causal
+from flashproof.fuzz.masks import Causal, Packed
 from flashproof.fuzz.nearest import MOST, neighbours
 
 FORWARD = Case(requires_grad="")
@@ -25,6 +25,11 @@ def test_a_whole_number_of_tiles_above_that_fails_is_not_told() -> None:
 
 def test_a_whole_number_of_tiles_above_that_passes_is_told() -> None:
     assert words(FORWARD.but(Lk=65), lambda c: c.Lk > 64 and c.Lk % 64 > 0) == ["Lk = 64 passes, 65 fails, 128 passes"]
+
+
+def test_packed_sequences_one_key_above_a_tile_have_no_size_twice_as_large() -> None:
+    packed = FORWARD.but(Lq=4, Lk=33, mask=Packed((4,), (33,)))
+    assert words(packed, lambda c: c.Lk > 32) == ["lengths_k = (32,) passes, (33,) fails"]
 
 
 def test_a_feature_that_is_needed_is_told() -> None:

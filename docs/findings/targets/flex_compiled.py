@@ -3,14 +3,17 @@
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+torch._dynamo.config.recompile_limit = 256
+torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it runs eager from then on, and says nothing
 compiled = torch.compile(flex_attention, dynamic=True)
 
 
-def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+def trained(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    """With gradients."""
     if 0 in query.shape or 0 in key.shape:
         raise NotImplementedError("empty")
-    if query.shape[1] % key.shape[1] or query.shape[-1] < 8:
-        raise NotImplementedError("heads or small D")
+    if query.shape[1] % key.shape[1] or min(query.shape[-1], value.shape[-1]) < 16:
+        raise NotImplementedError("heads, or D below 16, which it refuses on a GPU")
     mask = None
     if is_causal:
         mask = create_block_mask(
@@ -18,5 +21,11 @@ def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
         )
     from torch.utils._python_dispatch import _disable_current_modes  # under a mode torch does not compile
 
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes():
         return compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    """Forward only."""
+    with torch.no_grad():
+        return trained(query, key, value, is_causal, scale, enable_gqa)

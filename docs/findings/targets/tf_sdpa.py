@@ -37,6 +37,8 @@ def eager(query, key, value, attn_mask=None, scale=None, enable_gqa=False):
     refuse(query, key)
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
+    if attn_mask is not None and attn_mask.dtype != torch.bool and (attn_mask == -torch.inf).all(-1).any():
+        raise NotImplementedError("a row that is -inf throughout is nan, which oneDNN's bfloat16 matmul spreads: known")
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(
             ~attn_mask, torch.finfo(query.dtype).min
