@@ -189,6 +189,8 @@ def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple
             if target
             else options.over(record.dialect, record.device, record.contract)
         )
+        if record.configuration is not None and not own.configs:
+            own = replace(own, configs="each")
         found.append((target or record.target, own, path, record))
     return sorted(found, key=lambda r: (r[0], repr(r[1])))
 
