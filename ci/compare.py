@@ -73,7 +73,7 @@ class Compared:
         for finding in verdict.findings:
             known = finding.severity == "fail" and finding.key in old and not self._removed(verdict.case, finding.key)
             if known:
-                self._add(verdict.case, finding)
+                self.shared(verdict.case, finding)
             else:
                 kept.append(finding)
         return without(verdict, tuple(kept))
@@ -81,7 +81,8 @@ class Compared:
     def _removed(self, case: Case, key: str) -> bool:
         return any(e.excuses(case, key) for e in self.unexcused)
 
-    def _add(self, case: Case, finding: Finding) -> None:
+    def shared(self, case: Case, finding: Finding) -> None:
+        """Count a finding on a case that the old revision has too."""
         seen = self.existing.setdefault(finding.key, Existing(case, finding))
         if size(case) < size(seen.case):
             seen.case, seen.finding = case, finding

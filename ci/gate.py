@@ -37,16 +37,18 @@ from ..fuzz.commands import (
 )
 from ..fuzz.corpus import CORPUS, CorpusError, Record, load_all, save
 from ..fuzz.execute import DeviceAbsent, present, region_from_json
-from ..fuzz.found import MIN_CASES, Failure
+from ..fuzz.found import MIN_CASES
 from ..fuzz.hunting import Budget, hunted, rerun
 from ..fuzz.ledger import Known
 from ..fuzz.outcome import FailedCase, Outcome, write_json
+from ..fuzz.sanitizing import available, sanitizer_option
 from ..fuzz.session import Session, header, opened
 from ..oracles.finding import Finding
 from . import github
 from .compare import Compared, withdrawn
 from .policy import Held, Rules, bound, held, rules
 from .revisions import Revisions, inside
+from .sanitizing import Sanitized
 
 EXAMPLES, MAX_SECONDS = 400, 600.0
 Corpus = list[tuple[Path, Record]]
@@ -66,6 +68,7 @@ class Plan:
     rules: Rules = field(default_factory=Rules)
     revisions: Revisions | None = None
     allow_lost: bool = False
+    sanitizer: str | None = None
 
     @property
     def left(self) -> float:
@@ -138,6 +141,7 @@ class Plan:
 @click.option("--annotations", is_flag=True, help="Print the ten worst failures as annotations of a GitHub workflow.")
 @JOBS
 @BEYOND_WARM
+@sanitizer_option("After the drawn cases,")
 @SEED
 @SAVE
 @JSON
@@ -150,11 +154,12 @@ def gate(targets: tuple[str, ...], options: Options, **given: Any) -> Exit:
     Example: flashproof gate mykernels.attention:flash --base origin/main --examples 400 --max-seconds 300
     """
     options = required(options, given["require_device"])
+    available(options, given["sanitizer"])
     end = time.monotonic() + given["max_seconds"]
     with ExitStack() as stack:
         revisions = _revisions(targets, options, given, stack)
         plan = Plan(options, [], given["examples"], given["min_cases"], given["seed"], given["save"], end,
-                    rules(given["ledger"], revisions), revisions, given["allow_lost"])  # fmt: skip
+                    rules(given["ledger"], revisions), revisions, given["allow_lost"], given["sanitizer"])  # fmt: skip
         try:
             plan = plan.lists(given["corpus"])
         except CorpusError as e:
@@ -249,19 +254,18 @@ def _judged(target: str, plan: Plan, rule: Held) -> Outcome:
             outcome = Outcome(target, session)
         else:
             budget = Budget(plan.examples, max(plan.left, 0.001), plan.seed)
-            there: Any = compared.after if compared else _nothing
+            there: Any = compared.after if compared else lambda _: False
             outcome = hunted(session, budget, plan.save, "gate", plan.min_cases, there)
         click.echo(f"\n{outcome.report}\n" if outcome.report else "")
         outcome = joined(replayed, outcome)
         outcome.problems += rule.problems
         promised(outcome, session, plan, rule)
+        if plan.sanitizer and not outcome.interrupted:
+            tool = Sanitized(plan.sanitizer, [r.case for _, r in plan.corpus], plan.seed, plan.save, plan.left)
+            tool.joined(outcome, session, known, compared)
         ledgered(outcome, known, plan.rules)
         _documented(outcome, plan, rule, known, compared)
     return outcome
-
-
-def _nothing(_: Failure) -> bool:
-    return False
 
 
 def sieves(session: Session, plan: Plan, rule: Held) -> tuple[Known, Compared | None]:

@@ -37,8 +37,7 @@ from .listing import TABLES, table
 from .outcome import KNOWN_OF_TARGET, Outcome, write_json
 from .repro import Script, script
 from .repro_adapted import AdaptedScript
-from .sanitizer import AT_MOST, TOOLS
-from .sanitizing import sanitized_run
+from .sanitizing import sanitized_run, sanitizer_option
 from .session import Session, header, opened
 from .stored import answer_file
 
@@ -72,12 +71,7 @@ SAVE_TENSORS = click.option(
 )
 @JOBS
 @BEYOND_WARM
-@click.option(
-    "--sanitizer",
-    type=click.Choice(TOOLS),
-    default=None,
-    help=f"Instead of hunting, run at most {AT_MOST} cases under this tool of compute-sanitizer.",
-)
+@sanitizer_option("Instead of hunting,")
 @SEED
 @SAVE
 @SAVE_TENSORS
@@ -195,6 +189,8 @@ def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple
             if target
             else options.over(record.dialect, record.device, record.contract)
         )
+        if record.configuration is not None and not own.configs:
+            own = replace(own, configs="each")
         found.append((target or record.target, own, path, record))
     return sorted(found, key=lambda r: (r[0], repr(r[1])))
 

@@ -69,6 +69,13 @@ class Record:
         ) + str(self.captured.get("digest", ""))
         return hashlib.sha256(said.encode()).hexdigest()[:8] + ".json"
 
+    @property
+    def configuration(self) -> int | None:
+        """Which configuration of autotuned kernels failed; None where no finding names one."""
+        told = (f.details.get("configuration") for f in self.findings)
+        index = next((t.get("index") for t in told if isinstance(t, dict)), None)
+        return index if isinstance(index, int) and index >= 0 else None
+
     def to_json(self) -> dict[str, Any]:
         """The JSON object of a failure file."""
         return {

@@ -187,7 +187,9 @@ def rerun(session: Session, record: Record) -> Verdict:
     """The verdict on a saved case, in a fresh process after the cases that have to come before it.
 
     A keyword that was ignored is probed again: on the case alone its absence may be no mistake.
+    The configuration of autotuned kernels that failed is launched first.
     """
+    session.judge.config = record.configuration or 0
     if record.preceding:
         session.judge.restart()
         for case in record.preceding:

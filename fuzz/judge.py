@@ -223,6 +223,7 @@ class Judge:
         self.device: str = runner.info["device"]
         self.dropout_known = runner.info["dialect"] == "native"
         self.sieves: list[Sieve] = []
+        self.config = 0  # the configuration of autotuned kernels that is tried first, where each is
         self.ahead: Ahead | None = None
         self.seconds: dict[str, float] = {}  # of cases judged ahead, by key
         self._verdicts: dict[tuple[str, bool], Verdict] = {}
@@ -302,15 +303,20 @@ class Judge:
     def _once(self, case: Case, thorough: bool) -> Verdict:
         repeat = thorough or one_in(REPEAT_ONE_IN, case, "repeat")
         exact = thorough or one_in(EXACT_ONE_IN, case, "exact")
-        execution = self.runner.run(case, exact=exact, repeat=repeat)
-        verdict = self._judged(case, execution)
-        if getattr(self.runner, "configs", "") != "each":
-            return verdict
-        for config in range(1, execution.configurations):
+        runner: Any = self.runner
+        if getattr(runner, "configs", "") != "each":
+            return self._judged(case, runner.run(case, exact=exact, repeat=repeat))
+        first = runner.run(case, exact=exact, repeat=repeat, config=self.config)
+        verdict, count = (
+            in_configuration(self._judged(case, first), self.config, first.configurations),
+            first.configurations,
+        )
+        for config in range(count):
             if verdict.failures:
                 break
-            other: Any = self.runner
-            verdict = self._judged(case, other.run(case, exact=exact, repeat=repeat, config=config))
+            if config != self.config:
+                ran = runner.run(case, exact=exact, repeat=repeat, config=config)
+                verdict = in_configuration(self._judged(case, ran), config, count)
         return verdict
 
     def _judged(self, case: Case, execution: Execution) -> Verdict:
@@ -356,6 +362,22 @@ class Judge:
         if len(self._verdicts) >= REMEMBERED:
             del self._verdicts[next(iter(self._verdicts))]
         self._verdicts[key] = verdict
+
+
+def in_configuration(verdict: Verdict, config: int, count: int) -> Verdict:
+    """The verdict whose failures say which configuration ran; as it is where no kernel had a choice."""
+    execution = verdict.execution
+    if not verdict.failures or execution is None or max(count, config + 1) < 2:
+        return verdict
+    kernels = {name: list(counts) for name, counts in execution.compiled.get("configs", {}).items()}
+    told = "; ".join(f"{name} ({' or '.join(chosen)})" for name, chosen in kernels.items())
+    said = f"; configuration {config + 1} of {max(count, config + 1)}{': ' if told else ''}{told}"
+    details = {"configuration": {"index": config, "of": max(count, config + 1), "kernels": kernels}}
+    named = (
+        replace(f, message=f.message + said, details={**f.details, **details}) if f.severity == "fail" else f
+        for f in verdict.findings
+    )
+    return replace(verdict, findings=tuple(named))
 
 
 def _promoted(finding: Finding) -> Finding:

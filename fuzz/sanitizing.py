@@ -1,10 +1,11 @@
-"""`fuzz --sanitizer TOOL`: the list of cases, what the tool said of each, the files and the exit code."""
+"""`--sanitizer TOOL` of fuzz and gate: the list of cases, what the tool said of each, the files and the exit code."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,7 +13,7 @@ from .case import Case
 from .commands import Exit, Options, Stop
 from .corpus import CORPUS, CorpusError, load_all
 from .outcome import FailedCase, Keeper, Outcome, replay_line, write_json
-from .sanitizer import AT_MOST, Checked, SanitizerAbsent, found_sanitizer, sanitized, short_list
+from .sanitizer import AT_MOST, SECONDS, TOOLS, Checked, SanitizerAbsent, found_sanitizer, sanitized, short_list
 from .session import Session, header, opened
 from .worker import Worker
 
@@ -20,8 +21,26 @@ KINDS = ("cuda",)
 """Devices whose kernels a sanitizer sees."""
 
 
+def sanitizer_option(when: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option --sanitizer of a command; `when` says how it stands to what the command does otherwise."""
+    text = f"{when} run at most {AT_MOST} cases under this tool of compute-sanitizer."
+    return click.option("--sanitizer", type=click.Choice(TOOLS), default=None, help=text)
+
+
 def sanitized_run(target: str, options: Options, tool: str, seed: int, save: Path, json_file: Path | None) -> Exit:
     """The exit code of a target whose cases ran under a tool of compute-sanitizer: 1 if it reports an error."""
+    available(options, tool)
+    with opened(target, options) as session:
+        click.echo("\n".join(header(session)))
+        outcome = checked(session, tool, _corpus(), seed, save)
+    write_json(json_file, [outcome])
+    return outcome.code
+
+
+def available(options: Options, tool: str | None) -> None:
+    """Stop where a sanitizer is asked for and cannot run: it is not here, it does not see the device, or has no process of its own."""
+    if tool is None:
+        return
     try:
         found_sanitizer()
     except SanitizerAbsent as e:
@@ -30,11 +49,6 @@ def sanitized_run(target: str, options: Options, tool: str, seed: int, save: Pat
         raise Stop("--sanitizer sees what runs on a GPU: --device must be cuda or cuda:N", Exit.BLIND)
     if options.in_process:
         raise Stop("--in-process cannot be used with --sanitizer: the sanitizer starts a process of its own")
-    with opened(target, options) as session:
-        click.echo("\n".join(header(session)))
-        outcome = _checked(session, tool, seed, save)
-    write_json(json_file, [outcome])
-    return outcome.code
 
 
 def _corpus() -> Iterable[Case]:
@@ -45,26 +59,34 @@ def _corpus() -> Iterable[Case]:
         raise Stop(str(e)) from None
 
 
-def _checked(session: Session, tool: str, seed: int, save: Path) -> Outcome:
-    """The outcome of the list of cases."""
-    cases = short_list(_corpus(), session.region, seed)
-    worker = session.runner
-    if not isinstance(worker, Worker):
-        raise TypeError("a sanitized session has a worker")
-    worker.restart()  # its process holds memory of the device
+def checked(
+    session: Session, tool: str, corpus: Iterable[Case], seed: int, save: Path, seconds: float = SECONDS
+) -> Outcome:
+    """The outcome of the list of cases; cases that a sieve of the judge leaves out are not launched."""
+    cases = short_list((c for c in corpus if not session.judge.skips(c)), session.region, seed)
+    cases = [c for c in cases if not session.judge.skips(c)]
     click.echo(f"sanitizer {tool} on {len(cases)} cases (at most {AT_MOST}), in one process\n")
     outcome, started = Outcome(session.target, session), time.monotonic()
-    checked = sanitized(tool, {n: v for n, v in worker.arguments.items() if n != "arch"}, cases)
+    said = told(session, tool, cases, seconds)
     outcome.seconds = time.monotonic() - started
-    _count(outcome, checked, len(cases))
-    _fail(outcome, checked, cases, Keeper(session, save))
-    outcome.extra["sanitizer"] = {"tool": tool, "told": {str(n): text for n, text in checked.told.items()}}
+    _count(outcome, said, len(cases))
+    _fail(outcome, said, cases, Keeper(session, save))
+    outcome.extra["sanitizer"] = {"tool": tool, "told": {str(n): text for n, text in said.told.items()}}
     click.echo(
         f"  cases    {outcome.cases}: {outcome.accepted} accepted, {outcome.refused} refused; {outcome.seconds:.1f} s"
     )
     for problem in outcome.problems:
         click.echo(f"  {problem}")
     return outcome
+
+
+def told(session: Session, tool: str, cases: list[Case], seconds: float = SECONDS) -> Checked:
+    """What the tool says of a session's target on these cases."""
+    worker = session.runner
+    if not isinstance(worker, Worker):
+        raise TypeError("a sanitized session has a worker")
+    worker.restart()  # its process holds memory of the device
+    return sanitized(tool, {n: v for n, v in worker.arguments.items() if n != "arch"}, cases, seconds)
 
 
 def _count(outcome: Outcome, checked: Checked, count: int) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +176,46 @@ def test_fuzz_with_two_jobs_saves_what_one_job_saves(
         assert run([*arguments, "--jobs", jobs, "--save", f"of{jobs}"]) == 1
         names[jobs] = sorted(p.name for p in Path(f"of{jobs}").iterdir())
     assert names["1"] == names["2"] != []
+
+
+@pytest.mark.slow
+def test_ctrl_c_with_two_workers_ends_at_once_with_what_was_found_and_no_process_left(tmp_path: Path) -> None:
+    mark = f"FLEET_MARK={tmp_path}"
+    command = [sys.executable, "-m", "flashproof", "fuzz", target("wrong_tail"), "--jobs", "2", "--seconds", "300"]
+    command += ["--max-len", "24", "--dtype", "float32", "--json", "out.json"]
+    environment = {**os.environ, "FLEET_MARK": str(tmp_path)}
+    with (tmp_path / "printed").open("wb") as printed:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=printed, stderr=printed, start_new_session=True
+        )
+    try:
+        until(lambda: any(tmp_path.glob("failures/*.json")), 120)
+        assert len(family(mark)) > 4  # nurseries, two that judge, workers
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 1
+        until(lambda: not family(mark), 5)
+    finally:
+        for pid in family(mark):
+            os.kill(pid, signal.SIGKILL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["stopped"] == "interrupted" and result["failures"]
+    assert all((tmp_path / f["replay"].split()[-1]).is_file() for f in result["failures"])
+    assert "(interrupted) (exit 1)" in (tmp_path / "printed").read_text()
+
+
+def family(mark: str) -> list[int]:
+    """The processes that have these words in their environment."""
+    out = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            out += [int(path.parent.name)] * (mark.encode() in path.read_bytes().split(b"\0"))
+        except OSError:
+            continue
+    return out
+
+
+def until(holds: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)

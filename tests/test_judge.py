@@ -264,3 +264,44 @@ def test_heads_rounded_one_by_one_before_their_sum_are_right_by_default() -> Non
 )
 def test_statistics_judge_only_what_has_no_ties_or_structure(case: Case, generic: bool) -> None:
     assert is_generic(case) is generic
+
+
+LOOSE = """
+import itertools
+import flashproof
+
+calls = itertools.count()
+
+def attend(query, key, value, is_causal=False, scale=None):
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query = query * 1
+    if query.requires_grad:
+        query.register_hook(lambda g: g + g.abs().max() * 2.0**-22 * (next(calls) % 2))
+    return ((query.double() @ key.double().mT * scale).softmax(-1) @ value.double()).to(query.dtype)
+
+@flashproof.target(deterministic=("o", "dk", "dv"))
+def loose(q, k, v, scale):
+    return attend(q, k, v, scale=scale)
+
+@flashproof.target()
+def strict(q, k, v, scale):
+    return attend(q, k, v, scale=scale)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "contract", "keys"),
+    [
+        ("attend", "u=1e-6,deterministic=o+dk+dv", ()),
+        ("attend", "u=1e-6,deterministic=all", ("repeat:dq",)),
+        ("loose", "", ()),
+        ("strict", "", ("repeat:dq",)),
+    ],
+)
+def test_only_the_tensors_that_are_promised_have_to_be_the_same_again(
+    name: str, contract: str, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "repeating.py").write_text(LOOSE)
+    one = Judge(Runner(f"{tmp_path}/repeating.py:{name}", contract=contract), contract)
+    case = Case(Lq=3, Lk=5, D=4, Dv=4, lse_grad=False)
+    assert one.check(case, thorough=True).keys == keys

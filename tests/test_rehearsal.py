@@ -141,6 +141,24 @@ def test_a_wrong_change_fails_with_a_new_failure(repository):
     assert '<failure message="o: error' in (repository.top / "out.xml").read_text()
 
 
+def test_two_workers_for_each_revision_tell_the_same_new_from_what_was_there(repository):
+    repository.git("checkout", "-q", "main")
+    repository.change(RIGHT, WRONG)
+    repository.commit("wrong for many keys, long ago")
+    repository.git("checkout", "-q", "-b", "other")
+    repository.change(
+        "(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)"
+    )
+    found = []
+    for jobs in ("1", "2"):
+        done = repository.gate("--examples", "120", "--jobs", jobs)
+        assert done.returncode == 1, done.stdout + done.stderr
+        document = repository.document()
+        found.append(([f["case"] for f in document["failures"]], document["base"]["existing"], document["accepted"]))
+        assert set(repository.classes()) == {"new"} and document["base"]["existing"]
+    assert found[0] == found[1]
+
+
 def test_a_change_that_excuses_itself_in_the_ledger_fails(repository):
     repository.change(RIGHT, WRONG)
     repository.write("flashproof-ledger.toml", LEDGER.format(day="2999-01-01"))

@@ -194,3 +194,43 @@ def test_the_corpus_comes_first_and_the_list_is_short() -> None:
     cases = sanitizer.short_list(corpus, Region(), 0)
     assert cases[:2] == corpus and len(cases) == sanitizer.AT_MOST and len({c.key for c in cases}) == len(cases)
     assert cases == sanitizer.short_list(corpus, Region(), 0)
+
+
+def gate(*more: str) -> int:
+    target = f"{TARGETS / 'fleets.py'}:plain"
+    few = ["--examples", "3", "--min-cases", "1", "--max-len", "8", "--dtype", "float32"]
+    files = ["--json", "out.json", "--summary", "out.md", "--junit", "out.xml"]
+    return run(["gate", target, "--sanitizer", "memcheck", *few, *files, *more])
+
+
+def test_an_error_under_the_sanitizer_fails_the_gate_and_is_in_every_report(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("report.txt").write_text(REPORTS["memcheck"])
+    monkeypatch.setenv("REPORT", str(Path("report.txt").absolute()))
+    monkeypatch.setenv("BAD_CASE", "2")
+    assert gate() == 1
+    result = json.loads(Path("out.json").read_text())
+    (failure,) = result["failures"]
+    assert failure["findings"][0]["oracle"] == "sanitizer" and Path(failure["replay"].split()[-1]).is_file()
+    assert result["sanitizer"]["tool"] == "memcheck" and result["cases"] == 3
+    assert EXPECTED["memcheck"][1] in Path("out.md").read_text()
+    assert 'name="sanitizer:stray"' in Path("out.xml").read_text()
+    Path("flashproof-ledger.toml").write_text(
+        f'[[known]]\ntarget = "{TARGETS / "fleets.py"}:plain"\nfinding = "sanitizer:stray"\nissue = "me/k#1"\n'
+        'owner = "@me"\nexpires = 2999-01-01\n'
+    )
+    assert gate() == 0, "the ledger excuses it"
+    assert [k["finding"] for k in json.loads(Path("out.json").read_text())["known"]] == ["sanitizer:stray"]
+
+
+def test_a_gate_whose_sanitizer_is_absent_or_ends_early_does_not_pass(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stand_in.write_text(f"#!/bin/sh\necho '{BANNER}'\nexit 1\n")
+    assert gate() == 5
+    assert any("compute-sanitizer ended after 0 of" in p for p in json.loads(Path("out.json").read_text())["problems"])
+    stand_in.unlink()
+    monkeypatch.setattr(sanitizer, "PLACES", ())
+    assert gate("--require-device", "cpu") == 4
+    assert "compute-sanitizer must be on PATH" in capfd.readouterr().err
