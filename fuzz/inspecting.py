@@ -31,6 +31,8 @@ from .words import sentence
 
 SMOKE = 5
 PROBES, PROBE_SECONDS, PROBE_LENGTH = 60, 15.0, 64
+SOON, LEAST = 20.0, 3.0
+"""Seconds after which an inspection should be done, and that a probe gets though they are over."""
 DEADLINE = 20.0
 """A case of a smoke test or a probe that takes longer is a hang, on a CPU."""
 SUSPECTED = 3
@@ -65,7 +67,7 @@ def inspect(target: str, options: Options, characterise: bool, json_file: Path |
         if session.info["device"] == "cpu" and not options.in_process:
             session.runner.deadline = DEADLINE  # type: ignore[union-attr]
         _say(header(session))
-        seen = _inspected(session, outcome)
+        seen = _inspected(session, outcome, started)
         fitted = _fitted(session) if characterise else None
         _section("next", seen.next_steps(session, fitted))
     outcome.seconds = time.monotonic() - started
@@ -161,7 +163,7 @@ class Inspected:
         return steps
 
 
-def _inspected(session: Session, outcome: Outcome) -> Inspected:
+def _inspected(session: Session, outcome: Outcome, started: float) -> Inspected:
     """Every part that is probed or run, each printed as soon as it is known."""
     seen = Inspected()
     _section("contract, beyond IEEE float32 arithmetic", resolved_lines(session))
@@ -179,7 +181,7 @@ def _inspected(session: Session, outcome: Outcome) -> Inspected:
             seen.verdicts.append(session.judge.check(case, thorough=True))
             told(outcome, seen.verdicts[-1])
     if session.declared is None:
-        seen.probe = probed(session)
+        seen.probe = probed(session, SOON - (time.monotonic() - started))
         for v in seen.probe.verdicts:
             outcome.count(v)
         outcome.failures += [FailedCase(v.case, v.failures) for v in seen.probe.wrong]
@@ -243,9 +245,9 @@ def counts(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def probed(session: Session) -> Probe:
-    """What became of PROBES seeded small cases, or of those that fit in PROBE_SECONDS; a hang ends it."""
-    until, region = time.monotonic() + PROBE_SECONDS, session.region
+def probed(session: Session, seconds: float = PROBE_SECONDS) -> Probe:
+    """What became of PROBES seeded small cases, or of those that fit in so many seconds; a hang ends it."""
+    until, region = time.monotonic() + max(LEAST, min(seconds, PROBE_SECONDS)), session.region
     probe = Probe(Learner(region), PROBES)
     for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), PROBES, 0):
         if time.monotonic() > until:
