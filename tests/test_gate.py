@@ -179,3 +179,22 @@ def test_what_the_gate_writes_fits_its_schema(here):
     assert comment.read(here / "out.json")["verdict"] == "error"
     assert (here / "out.md").read_text().startswith(comment.MARKER)
     assert 'errors="1"' in (here / "out.xml").read_text()
+
+
+ADAPTED = """
+    import flashproof
+    from t import right
+
+    @flashproof.target()
+    def bad(q, k, v, scale):
+        return right(q, k, v, False, scale) * (2 if k.shape[-2] == 7 else 1)
+"""
+
+
+def test_an_adapted_target_is_judged_like_any_other(here):
+    (here / "a.py").write_text(textwrap.dedent(ADAPTED))
+    save(Record("a.py:bad", Case(Lq=1, Lk=7, D=1, Dv=1)), here / "flashproof-corpus")
+    assert run(["gate", "a.py:bad", *GATE, "--json", "out.json"]) == Exit.WRONG
+    document = comment.read(here / "out.json")
+    assert document["corpus"] == {"cases": 1, "accepted": 1, "failures": 1}
+    assert document["failures"][0]["findings"][0]["oracle"] == "value"

@@ -165,3 +165,14 @@ def test_check_refuses_a_callable_of_other_parameters():
 @given(cases(dtypes=["float32"], max_len=6))
 def test_the_documented_test_runs(case):
     assert check(right, case, contract="may_leak").status in ("pass", "inexpressible")
+
+
+@pytest.mark.slow
+def test_an_adapted_target_is_an_item_like_any_other(folder):
+    (folder / "adapted.py").write_text(
+        "import flashproof, targets\n\n@flashproof.target()\ndef bad(q, k, v, scale):\n"
+        "    return targets.wrong(q, k, v, scale=scale)\n"
+    )
+    done = pytest_run(folder, "--flashproof-target=adapted.py:bad", "--flashproof-examples", "4", CI="1")
+    assert done.returncode == 1 and "FAILED flashproof::adapted.py:bad" in done.stdout, done.stdout
+    assert "value" in done.stdout and list((folder / "failures").glob("*.json"))
