@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +26,13 @@ from .adapted import bound
 from .case import Case
 from .compiling import Compiled, Watch
 from .dialects import REFUSALS, Answer, Inexpressible, answer, expressible, keywords
+from .environment import architecture, environment
 from .modes import Captured, capture, checked_as_operator, entered, served_modes, unserved
 from .probe import probe_keywords, seed_generators
 from .region import Region
 from .rooted import source
 from .stored import inputs as stored_inputs
 from .tensors import Inputs, build
-
-STATUSES = ("ok", "refused", "inexpressible", "raised", "crashed", "hung", "infrastructure")
 
 
 class DeviceAbsent(Exception):
@@ -384,26 +380,3 @@ def present(device: str) -> str:
     if int(index or 0) >= count:
         raise DeviceAbsent(f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices")
     return device
-
-
-def architecture(device: str) -> str:
-    """The architecture of a CUDA device as NVIDIA writes it, sm_90; empty for others."""
-    if device == "cpu":
-        return ""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{10 * major + minor}"
-
-
-def environment(device: str) -> dict[str, str]:
-    """Versions and the name of the device."""
-    from .. import __version__
-
-    out = {"flashproof": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "numpy"):
-        try:
-            out[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            out[package] = "absent"
-    out["device"] = torch.cuda.get_device_name(device) if device != "cpu" else platform.machine()
-    out["system"] = f"{platform.system()} {os.uname().release}"
-    return out

@@ -247,7 +247,7 @@ def counts(outcome: Outcome) -> str:
 
 def probed(session: Session, seconds: float = PROBE_SECONDS) -> Probe:
     """What became of PROBES seeded small cases, or of those that fit in so many seconds; a hang ends it."""
-    until, region = time.monotonic() + max(LEAST, min(seconds, PROBE_SECONDS)), session.region
+    until, region = time.monotonic() + min(PROBE_SECONDS, max(LEAST, seconds)), session.region
     probe = Probe(Learner(region), PROBES)
     for case in drawn(all_cases(region, max_len=max(PROBE_LENGTH, region.min_len)), PROBES, 0):
         if time.monotonic() > until:

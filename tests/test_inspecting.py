@@ -146,10 +146,17 @@ def test_the_probe_stops_when_its_time_is_up(here, capsys, monkeypatch):
     assert document["probe"]["run"] == 0 and "from 0 of 16 (time is up) small cases" in shown
 
 
+def test_the_probe_of_a_slow_target_ends_soon(here, capsys, monkeypatch):
+    monkeypatch.setattr(inspecting, "SOON", 0.0)
+    monkeypatch.setattr(inspecting, "LEAST", 0.01)
+    _, shown, document = inspected("right", capsys)
+    assert document["probe"]["run"] < 16 and "(time is up)" in shown
+
+
 def test_what_was_compiled_is_one_line():
     some = Compiled()
     some.add({"variants": ["fwd 1", "fwd 2", "bwd 1"], "built": 2, "seconds": 2.5})
-    assert str(some) == "3 variants (1 from a cache) in 2.5 s, apart from every deadline"
+    assert str(some) == "3 variants (1 from a cache), 2 built in 2.5 s, apart from every deadline"
     assert not str(Compiled())
 
 

@@ -35,6 +35,7 @@ LAYERS = (
     ("fuzz.adapted", "fuzz.calling", "fuzz.probe", "fuzz.written"),
     ("fuzz.commands", "fuzz.repro"),
     ("fuzz.repro_adapted",),
+    ("fuzz.environment",),
     ("fuzz.execute",),
     ("fuzz.offline", "fuzz.sanitized"),
     ("fuzz.child", "fuzz.judge", "fuzz.worker"),

@@ -57,10 +57,10 @@ def test_sizes_are_drawn_anew_where_they_are_free():
 
 
 def test_a_draw_is_cheap():
-    warmed, began = a_list(), time.perf_counter()
+    warmed, began = a_list(), time.process_time()
     draw = WarmedDraw(5, warmed)
     count = sum(len(draw.round(REGION, 64, n)) for n in range(8))
-    assert count / (time.perf_counter() - began) > 1000
+    assert count / (time.process_time() - began) > 1000  # of one core, whatever else runs
 
 
 def test_a_list_is_read_as_it_was_written(tmp_path):
