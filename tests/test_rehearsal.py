@@ -141,6 +141,7 @@ def test_a_wrong_change_fails_with_a_new_failure(repository):
     assert '<failure message="o: error' in (repository.top / "out.xml").read_text()
 
 
+@pytest.mark.nightly
 def test_two_workers_for_each_revision_tell_the_same_new_from_what_was_there(repository):
     repository.git("checkout", "-q", "main")
     repository.change(RIGHT, WRONG)

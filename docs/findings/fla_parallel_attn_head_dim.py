@@ -10,10 +10,10 @@ try:
     import torch
     from fla.ops.attn import parallel_attn
 except ImportError as e:
-    print(f"cannot run: {e}")
+    print(f"cannot run here: {e}")
     sys.exit(77)
 if not torch.cuda.is_available():
-    print("cannot run: no GPU")
+    print("cannot run here: no GPU")
     sys.exit(77)
 
 bad = 0

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 if importlib.util.find_spec("jax") is None:
-    print("cannot run: no jax")
+    print("cannot run here: no jax")
     sys.exit(77)
 
 CODE = """
