@@ -196,9 +196,9 @@ def test_some_cases_reach_the_longest_length():
 
 def test_a_draw_costs_less_than_three_milliseconds():
     seconds = []
-    for seed in (7, 8, 9):  # the quickest of three: what else runs takes caches and half a core
+    for turn in (7, 8, 9):  # the quickest of three: what else runs takes caches and half a core
         before = time.process_time()
-        drawn(cases(), seed)
+        drawn(cases(), turn)
         seconds.append(time.process_time() - before)
     assert min(seconds) / EXAMPLES < 3e-3
 
