@@ -192,14 +192,12 @@ def redrawn(menu: Menu, b: Bucket, data: bytes) -> Case:
     if same or Packed not in map(type, template.mask.walk()):  # the lengths of packed sequences add up to Lq and Lk
         changes |= {n: getattr(other, n) for n in ("B", "Lq", "Lk")}
     case = within(template.but(**changes))
-    return (
-        case if _work(case) <= WORK else template.but(seed=other.seed)
-    )  # packed sequences cannot be made shorter here
+    return case if work(case) <= WORK else template.but(seed=other.seed)  # packed sequences cannot be made shorter here
 
 
 def within(case: Case) -> Case:
     """The case with shorter lengths, fewer batches and heads where it is more work than a drawn case may be."""
-    while _work(case) > WORK or oracle_bytes(case) > MAX_ORACLE_BYTES:
+    while work(case) > WORK or oracle_bytes(case) > MAX_ORACLE_BYTES:
         if max(case.Lq, case.Lk) > 1 and Packed not in map(type, case.mask.walk()):
             halved = {n: max(getattr(case, n) // 2, min(getattr(case, n), 1)) for n in _longer(case)}
         elif case.Hkv > 1:
@@ -216,5 +214,6 @@ def _longer(case: Case) -> tuple[str, ...]:
     return ("Lq", "Lk") if case.Lq == case.Lk else ("Lq",) if case.Lq > case.Lk else ("Lk",)
 
 
-def _work(case: Case) -> int:
+def work(case: Case) -> int:
+    """Products of a case's scores, which WORK bounds."""
     return case.B * case.Hq * case.Lq * case.Lk * max(case.D, case.Dv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -49,14 +50,14 @@ SMALL_SCALES = (0.11, 0.011, 0.0013, None, 0.37)
 
 def plan(region: Region, count: int = CASES, seed: int = 0) -> list[Case]:
     """`count` cases inside the region: two plain ones in turn with one as a hunt draws it."""
-    plain = [c for i in range(8 * count) if _fits(c := _plain(region, i, seed)) and not region.refuses(c)]
+    fitting = (c for i in range(8 * count) if _fits(c := _plain(region, i, seed)) and not region.refuses(c))
     strategy = all_cases(
         replace(region, dropout=False), max_len=max(LONGEST, region.min_len), without=("sequence", "layouts", "dropout")
     )
     rest = drawn(strategy, count, seed)
     rest = list({c.key: c for c in rest if c.requires_grad or not region.backward}.values())
     share = count if not rest else max(2 * count // 3, count - len(rest))
-    plain = plain[:share]
+    plain = list(islice(fitting, share))
     turns = [c for n, other in enumerate(rest) for c in (*plain[2 * n : 2 * n + 2], other)]
     return [*turns, *plain[2 * len(rest) :]][:count]
 

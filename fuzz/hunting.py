@@ -24,7 +24,7 @@ from .outcome import FailedCase, Keeper, Outcome, replay_line
 from .progress import Progress
 from .report import failure_json, failure_text, failures_text, summary
 from .session import WIDTH, Session
-from .warmed import Warmed, found, identity
+from .warmed import Warmed, found, identity, lists
 
 COMPILING = Policy(variants=VARIANTS, shrink_seconds=60.0)
 """Where a target may compile: a step of a shrink can cost seconds."""
@@ -146,9 +146,10 @@ def cache_folder() -> Path:
 
 def listed(session: Session) -> tuple[Warmed | None, str]:
     """The list of `warm` that a hunt on a device keeps to, and the sentence about it; (None, "") where there is none."""
-    if session.info["device"] == "cpu" or session.options.beyond_warm:
-        return None, ""
-    warmed, why = found(cache_folder(), identity(session.info, session.options.configs or "tuned"))
+    folder = cache_folder()
+    if session.info["device"] == "cpu" or session.options.beyond_warm or not lists(folder):
+        return None, ""  # without a list the target's source need not be read
+    warmed, why = found(folder, identity(session.info, session.options.configs or "tuned"))
     if warmed is None:
         return None, why
     return warmed, f"{warmed.variants} variants from warm: nothing else is compiled (--beyond-warm hunts beyond it)"

@@ -306,18 +306,20 @@ class Judge:
         runner: Any = self.runner
         if getattr(runner, "configs", "") != "each":
             return self._judged(case, runner.run(case, exact=exact, repeat=repeat))
-        first = runner.run(case, exact=exact, repeat=repeat, config=self.config)
-        verdict, count = (
-            in_configuration(self._judged(case, first), self.config, first.configurations),
-            first.configurations,
-        )
+        verdict, count = self._configured(case, exact, repeat, self.config, 0)
         for config in range(count):
             if verdict.failures:
                 break
             if config != self.config:
-                ran = runner.run(case, exact=exact, repeat=repeat, config=config)
-                verdict = in_configuration(self._judged(case, ran), config, count)
+                verdict, _ = self._configured(case, exact, repeat, config, count)
         return verdict
+
+    def _configured(self, case: Case, exact: bool, repeat: bool, config: int, count: int) -> tuple[Verdict, int]:
+        """The verdict on one configuration of autotuned kernels, and how many there are; `count` 0 means not known yet."""
+        runner: Any = self.runner
+        ran = runner.run(case, exact=exact, repeat=repeat, config=config)
+        count = count or ran.configurations
+        return in_configuration(self._judged(case, ran), config, count), count
 
     def _judged(self, case: Case, execution: Execution) -> Verdict:
         contract = self.contract(computed_dtype(case, execution))
@@ -367,12 +369,13 @@ class Judge:
 def in_configuration(verdict: Verdict, config: int, count: int) -> Verdict:
     """The verdict whose failures say which configuration ran; as it is where no kernel had a choice."""
     execution = verdict.execution
-    if not verdict.failures or execution is None or max(count, config + 1) < 2:
+    of = max(count, config + 1)
+    if not verdict.failures or execution is None or of < 2:
         return verdict
     kernels = {name: list(counts) for name, counts in execution.compiled.get("configs", {}).items()}
     told = "; ".join(f"{name} ({' or '.join(chosen)})" for name, chosen in kernels.items())
-    said = f"; configuration {config + 1} of {max(count, config + 1)}{': ' if told else ''}{told}"
-    details = {"configuration": {"index": config, "of": max(count, config + 1), "kernels": kernels}}
+    said = f"; configuration {config + 1} of {of}{': ' if told else ''}{told}"
+    details = {"configuration": {"index": config, "of": of, "kernels": kernels}}
     named = (
         replace(f, message=f.message + said, details={**f.details, **details}) if f.severity == "fail" else f
         for f in verdict.findings

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-from .buckets import LONGEST, SHAPE, WORK, bucket, drawn_bytes, within
+from .buckets import LONGEST, SHAPE, WORK, bucket, drawn_bytes, within, work
 from .case import Case, case_from_json
 from .masks import Packed
 from .region import Region
@@ -99,10 +99,15 @@ class Warmed:
             raise ValueError(f"the list {path.name} of warm cannot be read: {why}") from None
 
 
+def lists(folder: Path) -> list[Path]:
+    """The lists in a cache."""
+    return sorted(folder.glob(f"{PREFIX}*.json"))
+
+
 def found(folder: Path, wanted: Mapping[str, str]) -> tuple[Warmed | None, str]:
     """The list in a cache that holds for this identity, and why another of the target is ignored; (None, "") if there is none."""
     why = ""
-    for path in sorted(folder.glob(f"{PREFIX}*.json")):
+    for path in lists(folder):
         try:
             warmed = Warmed.load(path)
         except ValueError as e:
@@ -129,7 +134,6 @@ class WarmedDraw:
 
     seed: int
     warmed: Warmed
-    all: list[Case] = field(default_factory=list)
 
     @cached_property
     def groups(self) -> list[list[Case]]:
@@ -191,8 +195,7 @@ def drawn(group: Sequence[Case], data: bytes, warmed: Warmed, region: Region) ->
 
 
 def _fits(tried: Case, case: Case, region: Region) -> bool:
-    work = tried.B * tried.Hq * tried.Lq * tried.Lk * max(tried.D, tried.Dv)
-    small = work <= WORK and max(tried.Lq, tried.Lk) <= LONGEST and oracle_bytes(tried) <= MAX_ORACLE_BYTES
+    small = work(tried) <= WORK and max(tried.Lq, tried.Lk) <= LONGEST and oracle_bytes(tried) <= MAX_ORACLE_BYTES
     return small and not region.refuses(tried) and cases_class(tried) == cases_class(case)
 
 

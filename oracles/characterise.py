@@ -48,6 +48,9 @@ VIOLATING = 30
 KEPT_FIELDS = ("kv_tile", "q_tile", "rescale_slack", "delta", "forward_only", "deterministic")
 """Items of a declared contract that no fit can see; they stay."""
 
+BESIDE = {"kv_tile", "q_tile", "exp_u", "gqa_u", "gqa_eta", "deterministic", *POLICIES}
+"""Fields by which a preset may differ from the fit: they say nothing of the kind of a rounding, or the default allows them."""
+
 
 def fit(
     samples: Sequence[Sample], device: str = "cpu", kept: str = "", over: Callable[[], bool] = lambda: False
@@ -93,7 +96,7 @@ class _Fitting:
 
     def run(self) -> Fit:
         """Policies first, which show in few runs; then traits, again while runs on which none was tried are left beyond a limit."""
-        candidates = _distinct((*ALLOWANCES, *TRAITS), self._contracts)
+        candidates = _distinct((*ALLOWANCES, *TRAITS), self._by_dtype)
         policies, first = self._policies([t for t in candidates if t.policy]), self._state(())
         state = self._searched(policies, candidates)
         for _ in range(AGAIN):
@@ -107,8 +110,7 @@ class _Fitting:
 
     def _searched(self, traits: tuple[Trait, ...], candidates: list[Trait]) -> _State:
         """From these traits on: add the one that helps most or put one in the place of another, the BEAM best sets side by side."""
-        free = [t for t in candidates if t in ALLOWANCES]
-        starts = [self._state((*traits, *some)) for n in range(len(free) + 1) for some in combinations(free, n)]
+        starts = [self._state((*traits, *some)) for some in _hiding(candidates)]
         beam = sorted({s.traits: s for s in starts}.values(), key=lambda s: s.loss)[:BEAM]
         for _ in range(ROUNDS):
             found = {s.traits: s for state in beam for s in (*self._changed(state, candidates), state)}
@@ -120,10 +122,9 @@ class _Fitting:
 
     def _refined(self, state: _State, candidates: list[Trait]) -> _State:
         """The best state with others of the same groups, with and without what hides them: two changes that help together only."""
-        free = [t for t in candidates if t in ALLOWANCES]
         kept = [t for t in state.traits if t not in ALLOWANCES]
         sets = [_with(kept, t) for old in kept if not old.policy for t in candidates if t.group == old.group]
-        several = [(*traits, *some) for traits in sets for n in range(len(free) + 1) for some in combinations(free, n)]
+        several = [(*traits, *some) for traits in sets for some in _hiding(candidates)]
         return min([state, *(self._state(traits) for traits in several if not self.over())], key=lambda s: s.loss)
 
     def _policies(self, candidates: Sequence[Trait]) -> tuple[Trait, ...]:
@@ -187,9 +188,6 @@ class _Fitting:
 
     def _by_dtype(self, traits: Sequence[Trait]) -> dict[str, Contract]:
         return self._declared(self._spec(traits))
-
-    def _contracts(self, traits: tuple[Trait, ...]) -> tuple[Contract, ...]:
-        return tuple(self._by_dtype(traits).values())
 
     def _state(self, traits: tuple[Trait, ...]) -> _State:
         key = tuple(sorted(set(traits), key=(*ALLOWANCES, *TRAITS).index))
@@ -292,15 +290,7 @@ class _Fitting:
         """(dtype, field) where the arithmetic of a spec differs from the default; of 16 bit where there is any."""
         default, said = self._declared(self.kept), self._declared(spec)
         dtypes = [d for d in self.dtypes if d != "float32"] or self.dtypes
-        fields = set(vars(default[dtypes[0]])) - {
-            "kv_tile",
-            "q_tile",
-            "exp_u",
-            "gqa_u",
-            "gqa_eta",
-            "deterministic",
-            *POLICIES,
-        }
+        fields = set(vars(default[dtypes[0]])) - BESIDE
         return {(d, n) for d in dtypes for n in fields if getattr(said[d], n) != getattr(default[d], n)}
 
     def _raw(self, contracts: dict[str, Contract]) -> float:
@@ -365,17 +355,23 @@ def _of_a_backend(preset: str) -> bool:
     return preset.startswith("torch") or preset in ("cudnn", "efficient")
 
 
+def _hiding(candidates: Iterable[Trait]) -> list[tuple[Trait, ...]]:
+    """Every choice among the candidates that hide others."""
+    free = [t for t in candidates if t in ALLOWANCES]
+    return [some for n in range(len(free) + 1) for some in combinations(free, n)]
+
+
 def _with(traits: Iterable[Trait], new: Trait) -> tuple[Trait, ...]:
     """The traits with one more, in the place of one of its group."""
     return (*(t for t in traits if t.group != new.group), new)
 
 
-def _distinct(traits: Iterable[Trait], contracts: Callable[[tuple[Trait, ...]], tuple[Contract, ...]]) -> list[Trait]:
+def _distinct(traits: Iterable[Trait], contracts: Callable[[Sequence[Trait]], dict[str, Contract]]) -> list[Trait]:
     """Traits that change some contract, each in a way of its own; the first of those that say the same."""
-    seen, out = {contracts(())}, []
+    seen, out = [contracts(())], []
     for t in traits:
         if (made := contracts((t,))) not in seen:
-            seen.add(made)
+            seen.append(made)
             out.append(t)
     return out
 

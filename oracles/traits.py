@@ -13,7 +13,7 @@ _TIGHTER = "none needed: this is tighter than the default"
 
 @dataclass(frozen=True)
 class Trait:
-    """One deviation from the tightest contract: how to declare it, what it is, and the change of the code that removes it.
+    """One deviation from the default contract: how to declare it, what it is, and the change of the code that removes it.
 
     Of one `group` a contract has at most one. A `policy` says what is answered where the definition leaves a choice: it
     shows in wrong elements only, never in the size of errors.

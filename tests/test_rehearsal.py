@@ -120,6 +120,17 @@ def repository(tmp_path):
     return made
 
 
+def wrong_in_one_more_way(repository: Repository) -> None:
+    """main is wrong for many keys; the change, for five queries too."""
+    repository.git("checkout", "-q", "main")
+    repository.change(RIGHT, WRONG)
+    repository.commit("wrong for many keys, long ago")
+    repository.git("checkout", "-q", "-b", "other")
+    repository.change(
+        "(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)"
+    )
+
+
 def test_a_good_change_passes(repository):
     repository.change("s = scores(query, key, scale)", "s = scores(query, key, scale) + 0.0")
     repository.commit("tidy")
@@ -143,13 +154,7 @@ def test_a_wrong_change_fails_with_a_new_failure(repository):
 
 @pytest.mark.nightly
 def test_two_workers_for_each_revision_tell_the_same_new_from_what_was_there(repository):
-    repository.git("checkout", "-q", "main")
-    repository.change(RIGHT, WRONG)
-    repository.commit("wrong for many keys, long ago")
-    repository.git("checkout", "-q", "-b", "other")
-    repository.change(
-        "(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)"
-    )
+    wrong_in_one_more_way(repository)
     found = []
     for jobs in ("1", "2"):
         done = repository.gate("--examples", "120", "--jobs", jobs)
@@ -218,13 +223,7 @@ def test_what_was_wrong_before_is_shown_and_does_not_fail(repository):
 
 @pytest.mark.nightly
 def test_a_new_failure_behind_an_old_one_of_the_same_kind_is_found(repository):
-    repository.git("checkout", "-q", "main")
-    repository.change(RIGHT, WRONG)
-    repository.commit("wrong for many keys, long ago")
-    repository.git("checkout", "-q", "-b", "other")
-    repository.change(
-        "(1.01 if key.shape[-2] > 20 else 1)", "(1.01 if key.shape[-2] > 20 or query.shape[-2] == 5 else 1)"
-    )
+    wrong_in_one_more_way(repository)
     done = repository.gate("--examples", "200")
     assert done.returncode == 1, done.stdout + done.stderr
     cases = [f["case"] for f in repository.document()["failures"]]
