@@ -284,7 +284,7 @@ def _dq(r: Reference, c: Contract, units: _Units, f: _Forward, own: Array, delta
     v = square * v + common * dq2 + c.out_eta**2 / 3
     if c.dq_acc_u:
         tiles = np.maximum(np.ceil(r.n / c.kv_tile), 1.0)
-        v = v + NU * c.dq_acc_u**2 * _partial_sums(tiles, dq2, square * ((r.ds * r.ds) @ k2)) + tiles * c.acc_eta**2 / 3
+        v = v + NU * c.dq_acc_u**2 * partial_sums(tiles, dq2, square * ((r.ds * r.ds) @ k2)) + tiles * c.acc_eta**2 / 3
     return cast(Array, v)
 
 
@@ -321,11 +321,11 @@ def _low_accumulator(r: Reference, c: Contract, v: Array, total: Array, weights:
     if not c.dkv_acc_u:
         return v
     tiles = r.G * -(-r.Lq // c.q_tile)
-    partial = _partial_sums(tiles, total**2, (weights * weights).swapaxes(-1, -2) @ squares)
+    partial = partial_sums(tiles, total**2, (weights * weights).swapaxes(-1, -2) @ squares)
     return cast(Array, v + NU * c.dkv_acc_u**2 * partial + tiles * c.acc_eta**2 / 3)
 
 
-def _partial_sums(tiles: float | Array, total: Array, walk: Array) -> Array:
+def partial_sums(tiles: float | Array, total: Array, walk: Array) -> Array:
     """The squares of all partial sums but the last, which is the output, added up.
 
     Of a random walk of T equal steps that ends at the total, the mean square after k of them is (k/T)^2 of the total's square

@@ -23,6 +23,7 @@ from flashproof.oracles.contract import Contract, contract_for
 from flashproof.oracles.elements import ValueReport, judge_problem
 from flashproof.oracles.exact import Problem, Reference
 from flashproof.oracles.limits import limits
+from flashproof.oracles.spread import partial_sums
 from flashproof.oracles.taint import separate
 
 
@@ -121,6 +122,22 @@ def test_limits_grow_with_every_unit_of_the_contract(dtype: str) -> None:
         after = limits(r, base.but(**{unit: 0.01})).b
         assert all((after[n] >= before[n]).all() for n in before), unit
         assert any((after[n] > before[n]).any() for n in before), unit
+
+
+def test_narrow_accumulators_of_one_gradient_leave_the_other_as_it_is() -> None:
+    r = Reference(normal("float16", q=(1, 2, 40, 16)))
+    base = contract_for("", "float16")
+    before = limits(r, base).b
+    for declared, wider in (("dkv_acc_u", {"dk", "dv"}), ("dq_acc_u", {"dq"})):
+        after = limits(r, contract_for(f"{declared}=io,acc_eta=io_eta", "float16")).b
+        assert {n for n in before if (after[n] > before[n]).any()} == wider
+
+
+def test_partial_sums_of_a_walk_have_the_size_that_is_expected() -> None:
+    steps = np.random.default_rng(0).standard_normal((20_000, 6)) + 0.3
+    sums = steps.cumsum(-1)
+    expected = partial_sums(6, sums[:, -1] ** 2, np.full(len(steps), 6.0))
+    assert (sums[:, :-1] ** 2).sum(-1).mean() == pytest.approx(expected.mean(), rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
