@@ -18,6 +18,7 @@ from .commands import (
     JSON,
     SAVE,
     SEED,
+    SHRINK_SECONDS,
     Exit,
     Options,
     Seconds,
@@ -69,6 +70,7 @@ SAVE_TENSORS = click.option(
     metavar="FILE",
     help=f"Known failures, told apart (default {LEDGER} where it exists).",
 )
+@SHRINK_SECONDS
 @JOBS
 @BEYOND_WARM
 @sanitizer_option("Instead of hunting,")
@@ -137,7 +139,7 @@ def replay(paths: tuple[Path, ...], target: str, options: Options, save_tensors:
     Example: flashproof replay failures/3f2a91bc.json --target other:attention
     """
     outcomes = []
-    for (name, how), group in groupby(_records(paths, target, options), key=lambda r: r[:2]):
+    for (name, how), group in groupby(records(paths, target, options), key=lambda r: r[:2]):
         outcomes.append(_replayed(name, how, [r[2:] for r in group], save_tensors))
         click.echo(f"{counts(outcomes[-1])}\n")
         if outcomes[-1].interrupted:
@@ -179,7 +181,7 @@ def _answer(session: Session, verdict: Verdict, path: Path | None, tensors: Path
         click.echo(f"    tensors  {written}")
 
 
-def _records(paths: Sequence[Path], target: str, options: Options) -> list[tuple[str, Options, Path, Record]]:
+def records(paths: Sequence[Path], target: str, options: Options) -> list[tuple[str, Options, Path, Record]]:
     """(target, options, file, record) of every file, those of one target side by side."""
     found = []
     for path in [f for p in paths for f in _files(p)]:

@@ -87,6 +87,7 @@ class Options:
     configs: str = ""
     jobs: int = 1
     beyond_warm: bool = False
+    shrink_seconds: float | None = None
 
     def over(self, dialect: str, device: str, contract: str) -> Options:
         """These options, with the given ones where nothing was asked for."""
@@ -201,6 +202,13 @@ JOBS = click.option(
     show_default=True,
     metavar="N",
     help="Workers at once on each device; the result is the same, sooner.",
+)
+SHRINK_SECONDS = click.option(
+    "--shrink-seconds",
+    type=Seconds(),
+    default=None,
+    metavar="S",
+    help="Time to shrink and study all that was found (default half of --seconds, 10 to 60; 20 without; 60 on a GPU).",
 )
 BEYOND_WARM = click.option(
     "--beyond-warm",

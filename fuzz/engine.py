@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
 
+from .allowance import hurried, patience
 from .book import Book, Judging
 from .buckets import Buckets
 from .case import Case
@@ -31,6 +33,8 @@ ROUNDS = (8, 16, 32, 64)
 OUTSIDE = 16
 """One case in so many is drawn outside the region: it must be refused cleanly, or be right."""
 LOST_IN_A_ROW = 3
+HANGS_AGAIN = 10.0
+"""Seconds to wait for an answer, at least, once a hang is known."""
 COMPILES_BY = 16
 """Cases after which a target that compiled nothing is taken to compile nothing: its cases are then drawn one by one."""
 
@@ -130,6 +134,7 @@ class _Hunt:
                 return
             if not fresh and number > len(ROUNDS):
                 self.campaign.stopped = "exhausted"
+                self.campaign.because = "no further distinct case can be drawn"
                 return
 
     def _begin(self, cases: list[Case]) -> None:
@@ -162,25 +167,32 @@ class _Hunt:
             c.stopped = "examples"
         elif self.seconds is not None and now >= self.seconds:
             c.stopped = "seconds"
-        elif c.cases_to_first_failure is not None and self._enough_after_failure(now):
-            c.stopped = "failure"
+        elif c.cases_to_first_failure is not None and (why := self._enough_after_failure(now)):
+            c.stopped, c.because = "failure", why
         return c.stopped != ""
 
     def _unusable(self) -> bool:
         """Whether the runner can run no further case, through no fault of the target."""
         return bool(getattr(self.judge.runner, "unusable", None))
 
-    def _enough_after_failure(self, now: float) -> bool:
-        """Whether as many cases again as led to the newest failure, or the policy's seconds, brought no other."""
+    def _enough_after_failure(self, now: float) -> str:
+        """Why it is enough: as many cases again as led to the newest failure, or the policy's seconds, brought no other."""
         cases, seconds = self.newest
         low, high = self.policy.more
-        late = self.seconds is not None and now - seconds > self.policy.more_seconds
-        return late or self.campaign.cases - cases >= min(max(cases, low), high)
+        found, since = len(self.book.found), self.campaign.cases - cases
+        after = f"after {found} distinct failures" if found > 1 else "after the failure"
+        enough = min(max(cases, low), high)
+        if since >= enough:
+            return f"{after}, {since} more cases brought no other"
+        if self.seconds is not None and now - seconds > self.policy.more_seconds:
+            return f"{after}, {now - seconds:.0f} s brought no other"
+        return ""
 
     def _try(self, case: Case) -> None:
         """Judge one drawn case and count it."""
         began = self.clock()
-        verdict = self.book.check(case)
+        with self._waiting():
+            verdict = self.book.check(case)
         told = verdict.execution.compiled if verdict.execution else {}
         took: float | None = getattr(self.judge, "seconds", {}).get(case.key)
         self._count(verdict, (self.clock() - began if took is None else took) - told.get("seconds", 0.0))
@@ -188,6 +200,12 @@ class _Hunt:
             self.campaign.cases_to_first_failure = self.campaign.cases
             self.campaign.seconds_to_first_failure = self.clock() - self.started
         self._emit("case", case=case, verdict=verdict)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """The wait for one answer: shorter once a hang is known, so that those of its kind do not use up the time."""
+        if not any(key.startswith("hang:") for key in self.book.found):
+            return nullcontext()
+        return hurried(self.judge.runner, max(HANGS_AGAIN, patience(self.campaign.slowest_right)))
 
     def _count(self, verdict: Verdict, seconds: float) -> None:
         c = self.campaign
@@ -207,6 +225,8 @@ class _Hunt:
         if kind == "refused" and verdict.execution:
             c.refusals[verdict.execution.message.partition("\n")[0]] += 1
             c.outside += self.region.refuses(verdict.case) != ""
+        if verdict.status == "pass":
+            c.slowest_right = max(c.slowest_right, seconds)
         if c.slowest is None or seconds > c.slowest[0]:
             c.slowest = (seconds, verdict.case)
         self._note(verdict)

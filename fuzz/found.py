@@ -24,7 +24,8 @@ class Failure:
 
     `preceding` cases must run before it in the same process for it to show. `reproduced` is (n, m): n of m further runs
     failed; `fresh` says whether a new process fails too (None: not tried). `behind` names an earlier failure that the
-    same case shows, of which this one may be a consequence. `shrunk` says whether shrinking came to its end.
+    same case shows, of which this one may be a consequence. `shrunk` says whether shrinking came to its end, `reason` why it
+    did not; `left_out` is what was not looked at, for want of time.
     """
 
     key: str
@@ -42,6 +43,8 @@ class Failure:
     shrunk: bool = False
     probes: int = 0
     seconds: float = 0.0
+    reason: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass
@@ -70,6 +73,11 @@ class Campaign:
     cases_to_first_failure: int | None = None
     failures: list[Failure] = field(default_factory=list)
     unshrunk: dict[str, Case] = field(default_factory=dict)
+    unshrunk_because: str = ""
+    shrink_seconds: float = 0.0  # the bound on studying what was found
+    studied: float = 0.0  # seconds that it took
+    slowest_right: float = 0.0  # seconds of the slowest case that was answered rightly
+    because: str = ""  # why it stopped, where that is no limit that was asked for
     by_kind: dict[str, Count] = field(default_factory=dict)
     table: list[tuple[str, int, int, int]] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -98,9 +106,9 @@ class Policy:
     more: tuple[int, int] = (25, 200)
     more_seconds: float = 10.0
     distinct: int = 8
-    shrink_seconds: float = 16.0
+    shrink_seconds: float = 20.0  # for all that is done about all failures
     probes: int = 600
-    slow_probes: int = 12  # of a hang, whose every probe lasts as long as the deadline
+    slow_probes: int = 12  # of a hang: runs that hang, each of which lasts as long as the deadline
     behind_probes: int = 120  # of a failure that was never seen without an earlier one
     again: int = 2
     variants: int = 0  # compiled at most, from buckets; 0: cases are drawn one by one and may compile what they will

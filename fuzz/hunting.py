@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 import click
 
 from ..oracles.finding import Finding
+from .allowance import default_seconds
 from .buckets import VARIANTS
 from .case import Case, case_from_json
 from .commands import Stop
@@ -22,11 +24,12 @@ from .found import MIN_CASES, Campaign, Event, Failure, Policy, blind_because
 from .judge import Verdict
 from .outcome import FailedCase, Keeper, Outcome, replay_line
 from .progress import Progress
-from .report import failure_json, failure_text, failures_text, summary
+from .report import failure_json, failure_text, failures_text, labelled, summary
 from .session import WIDTH, Session
 from .warmed import Warmed, found, identity, lists
 
-COMPILING = Policy(variants=VARIANTS, shrink_seconds=60.0)
+COMPILING_SECONDS = 60.0
+COMPILING = Policy(variants=VARIANTS, shrink_seconds=COMPILING_SECONDS)
 """Where a target may compile: a step of a shrink can cost seconds."""
 
 
@@ -37,6 +40,13 @@ class Budget:
     examples: int | None = None
     seconds: float | None = None
     seed: int = 0
+
+
+def policy(session: Session, budget: Budget) -> Policy:
+    """How much to spend on what is found: on a device, where a step may compile, more."""
+    base = Policy() if session.info["device"] == "cpu" else COMPILING
+    seconds = max(default_seconds(budget.seconds), COMPILING_SECONDS * bool(base.variants))
+    return replace(base, shrink_seconds=session.options.shrink_seconds or seconds)
 
 
 def hunted(
@@ -68,14 +78,14 @@ def hunted(
             seconds=budget.seconds,
             seed=budget.seed,
             on_event=on_event,
-            policy=Policy() if session.info["device"] == "cpu" else COMPILING,
+            policy=policy(session, budget),
             warmed=warmed,
         )
     campaign.failures[:] = [f for f in (*ignored, *campaign.failures) if not known(f)]
     outcome = summed(session, campaign, keeper, command, min_cases)
     outcome.extra["warm"] = {"note": note, "listed": warmed.variants if warmed else None, "while_probing": probing[1]}
     outcome.report = failures_text(campaign, lambda f: replay_line(kept(keeper, f)))
-    outcome.closing = summary(campaign, command, min_cases)
+    outcome.closing = "\n".join([*unfinished(campaign, keeper), summary(campaign, command, min_cases)])
     return outcome
 
 
@@ -125,6 +135,9 @@ def summed(session: Session, campaign: Campaign, keeper: Keeper, command: str, m
         "compiled": c.compiled.to_json() | while_shrinking(c),
         "seed": c.seed,
         "stopped": c.stopped,
+        "because": c.because,
+        "shrink_seconds": c.shrink_seconds,
+        "studied": round(c.studied, 3),
         "by_kind": {name: asdict(count) for name, count in c.by_kind.items()},
         "budget": {tensor: used for tensor, (used, _) in c.budget.items()},
         "learnt": asdict(c.learnt) if c.declared is None else None,
@@ -170,8 +183,16 @@ def unshrunk(campaign: Campaign, keeper: Keeper) -> list[FailedCase]:
         oracle, _, tensor = key.partition(":")
         finding = Finding(oracle, tensor, "a further failure, not shrunk")
         path = keeper.file(key) or keeper.keep(key, case, [finding])
-        out.append(FailedCase(case, (finding,), path, f"{finding}\n{replay_line(path)}", {"key": key}))
+        told = f"{finding}\n{replay_line(path)}"
+        out.append(FailedCase(case, (finding,), path, told, {"key": key, "reason": campaign.unshrunk_because}))
     return out
+
+
+def unfinished(campaign: Campaign, keeper: Keeper) -> list[str]:
+    """The line that goes on with those failures that were not shrunk at all, or not to the end and told in a line only."""
+    keys = [*(f.key for f in campaign.failures if f.behind and not f.shrunk), *campaign.unshrunk]
+    paths = dict.fromkeys(str(path) for key in keys if (path := keeper.file(key)) is not None)
+    return [labelled("continue", f"flashproof shrink {shlex.join(paths)}")] if paths else []
 
 
 def _judged(session: Session, record: Record) -> Verdict:

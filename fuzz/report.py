@@ -43,8 +43,10 @@ def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
         ("there", _there(failure)),
         ("passes", "; ".join(n.words for n in failure.nearest)),
         ("repeats", repeats(failure)),
-        ("shrunk", "" if failure.shrunk else "not to the end; a smaller case may exist"),
+        ("shrunk", _unshrunk(failure)),
+        ("not seen", f"{', '.join(failure.left_out)}: the time for it was over" if failure.left_out else ""),
         ("replay", replay),
+        ("continue", continuing(replay) if not failure.shrunk or failure.left_out else ""),
     ]
     title = heading or f"FAILURE {failure.key}"
     return "\n".join([title, body, *_preceding(failure), *(labelled(n, text) for n, text in rows if text)])
@@ -68,7 +70,7 @@ def failure_block(verdict: Verdict, key: str = "") -> str:
 def labelled(label: str, text: str) -> str:
     """`  label     text`, wrapped with a hanging indent. A line to paste is never broken."""
     first = f"  {label:{_LABEL - 2}} "
-    if label == "replay":
+    if label in ("replay", "continue"):
         return first + text
     if not label:
         return " " * len(first) + text
@@ -147,6 +149,17 @@ def repeats(failure: Failure) -> str:
     return f"{text}; {hint}"
 
 
+def _unshrunk(failure: Failure) -> str:
+    """That a smaller case may exist, and why it was not looked for."""
+    because = f" ({failure.reason})" if failure.reason else ""
+    return "" if failure.shrunk else f"not to the end{because}; a smaller case may exist"
+
+
+def continuing(replay: str) -> str:
+    """The line to paste that goes on shrinking, from the one that replays."""
+    return replay.replace("flashproof replay", "flashproof shrink", 1)
+
+
 def _cases(n: int) -> str:
     return "the case above" if n == 1 else f"the {n} cases above"
 
@@ -178,7 +191,9 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
         title = f"FAILURE {n} of {len(heads)}: {tensor} ({oracle})"
         blocks.append("\n".join([failure_text(failure, replay(failure), title), *below]))
     if campaign.unshrunk:
-        blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk: {', '.join(campaign.unshrunk)}"))
+        because = f" ({campaign.unshrunk_because})" if campaign.unshrunk_because else ""
+        keys = ", ".join(campaign.unshrunk)
+        blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk{because}: {keys}"))
     return "\n\n".join(blocks)
 
 
@@ -242,6 +257,8 @@ def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
         else ""
     )
     yield "cases", f"{c.cases}: {counts}{lost}; {c.seconds:.1f} s{rate}; seed {c.seed}{first}"
+    yield "stopped", f"{c.because}; --seed {c.seed + 1} draws other cases" if c.because else ""
+    yield "shrink", _shrinking(c)
     yield "compiled", str(c.compiled)
     yield "refused", "; ".join(f"{text} ({n})" for text, n in c.refusals.most_common(4))
     if c.declared is None:
@@ -252,6 +269,14 @@ def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
         used = sorted(c.budget.items(), key=lambda item: -item[1][0])
         told_of = ", ".join(f"{t} {share:.0%}" for t, (share, _) in used)
         yield "closest", told_of + (" of the limit" if used else "")
+
+
+def _shrinking(c: Campaign) -> str:
+    """How long what was found was shrunk and studied, the bound on that, and how much came to its end."""
+    if not (c.failures or c.unshrunk) or not c.shrink_seconds:
+        return ""
+    done, of = sum(f.shrunk and not f.left_out for f in c.failures), len(c.failures) + len(c.unshrunk)
+    return f"{c.studied:.1f} s of at most {c.shrink_seconds:g} (--shrink-seconds); {done} of {of} failures to the end"
 
 
 def _never(c: Campaign) -> str:
@@ -329,6 +354,8 @@ def failure_json(failure: Failure, replay: str = "") -> dict[str, Any]:
         "fresh": failure.fresh,
         "behind": failure.behind,
         "shrunk": failure.shrunk,
+        "reason": failure.reason,
+        "left_out": list(failure.left_out),
         "found_in": failure.original.to_json(),
         "count": failure.count,
     }

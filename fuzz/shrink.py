@@ -38,6 +38,9 @@ LARGEST_TRADE = 512
 """A size may grow to this when another goes to 1 for it; beyond, a probe costs more than the reader gains."""
 
 
+ONE_OF = ("Lk", "Lq", "D", "Dv", "B")
+"""Sizes of which one alone often decides."""
+
 TINY: tuple[Mapping[str, int], ...] = (
     {"Dv": 2}, {"D": 2}, {"Lk": 2}, {"Lq": 2}, {"B": 2}, {"Hq": 2}, {"Hq": 2, "Hkv": 2}, {"Lq": 2, "Lk": 2}, {"D": 2, "Dv": 2},
 )  # fmt: skip
@@ -55,7 +58,7 @@ class Budget:
 
 
 class BudgetSpentError(Exception):
-    """The budget is used up."""
+    """The budget is used up; the message says of what: "time", "runs", or a reason of the predicate's own."""
 
 
 class Shrinker:
@@ -72,6 +75,7 @@ class Shrinker:
         self.best = case
         self.probes = 0
         self.complete = False
+        self.stopped = ""  # why no fixpoint was reached
         self.seeds: tuple[int, ...] = ()
         self._still_fails = still_fails
         self._budget = budget
@@ -85,8 +89,8 @@ class Shrinker:
         try:
             self._settle()
             self.complete = True
-        except BudgetSpentError:
-            pass
+        except BudgetSpentError as e:
+            self.stopped = str(e)
         return self.best
 
     def _settle(self) -> None:
@@ -111,8 +115,10 @@ class Shrinker:
         """Whether the case fails, asked once per case; raises BudgetSpentError when the budget is used up."""
         key = case.key
         if key not in self._known:
-            if self.probes >= self._budget.probes or self._clock() > self._end:
-                raise BudgetSpentError
+            if self.probes >= self._budget.probes:
+                raise BudgetSpentError("runs")
+            if self._clock() > self._end:
+                raise BudgetSpentError("time")
             self.probes += 1
             self._known[key] = self._still_fails(case)
         return self._known[key]
@@ -173,6 +179,14 @@ def leap(s: Shrinker) -> None:
     grads = s.best.requires_grad.replace("b", "").replace("s", "")
     for changes in ({**off, **ones, "requires_grad": grads}, {**off, "requires_grad": grads}, ones):
         s.takes(**changes)
+
+
+def keep_one_size(s: Shrinker) -> None:
+    """Every size 1 but one, or but two: where failing runs are dear and passing ones cheap, most sizes go at once."""
+    for kept in (*((n,) for n in ONE_OF), *combinations(ONE_OF, 2)):
+        lower = {n: 1 for n in SIZES if n not in kept}
+        if any(getattr(s.best, n) > 1 for n in lower) and s.takes(**lower):
+            return
 
 
 def drop_features(s: Shrinker) -> None:
@@ -347,6 +361,8 @@ def _steps(case: Case) -> list[Mapping[str, Any]]:
 CHEAP: tuple[Pass, ...] = (
     leap, drop_features, lower_packed, lower_sizes, lower_heads, lower_together, simplify_mask, simplify_values, lower_seed,
 )  # fmt: skip
+FEW_FAILING: tuple[Pass, ...] = (leap, keep_one_size)
+"""Passes for a failure whose every failing run is slow: each of their first steps that is taken makes the case much smaller."""
 WITHIN_BUCKET: tuple[Pass, ...] = (plain_arguments, lower_lengths, lower_seed)
 """Passes that compile nothing new: run first where a structure costs seconds to compile, so that the others begin small."""
 THOROUGH: tuple[Pass, ...] = (trade_sizes, size_for_feature, other_kinds, reseed_edges, lower_pairs)

@@ -26,7 +26,7 @@ class _Counted:
         key = tuple(c.key for c in cases)
         if key not in self.known:
             if len(self.known) >= self.budget.probes or self.clock() > self.end:
-                raise BudgetSpentError
+                raise BudgetSpentError("runs")
             self.known[key] = self.fails(cases)
         return self.known[key]
 

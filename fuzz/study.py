@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..oracles.exact import Problem, Reference
+from .allowance import CONFIRMED, FOR_CALLS, TO_SHRINK, Allowance, hurried, patience
 from .book import Book
 from .case import Case
 from .found import Campaign, Failure, Policy
 from .judge import Verdict
 from .nearest import neighbours
 from .pattern import explain
-from .shrink import WITHIN_BUCKET, Budget, Shrinker
+from .shrink import FEW_FAILING, WITHIN_BUCKET, Budget, BudgetSpentError, Shrinker
 from .simpler import size
 from .stateful import as_sequence, preceding, together
 from .tensors import MAX_ORACLE_BYTES, build, oracle_bytes
@@ -27,8 +28,8 @@ SECOND_LOOK = frozenset(
     {"exact", "statistical", "identity", "repeat", "sequence", "guard", "allocation", "alias", "global-state"}
 )
 """Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
-HANG_SECONDS = 5.0
-"""Deadline of a probe while a hang is shrunk: its cases are smaller than one that had the full deadline."""
+LOST_IN_A_ROW = 3
+"""Runs that the worker loses, after which a shrink ends."""
 FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
@@ -43,18 +44,33 @@ class Study:
     clock: Callable[[], float]
     leak: Failure | None = None
     """The first failure that needs calls before it: what fails only in a used process is then its consequence."""
+    left_out: list[str] = field(default_factory=list)
+    """What is not looked at of the present failure, for want of time."""
 
     def run(self) -> None:
-        """Shrink and study one failure after the other, the most telling first, as far as the policy allows."""
-        end = self.clock() + self.policy.shrink_seconds
+        """Shrink and study one failure after the other, the most telling first, each with an equal share of the time left."""
+        self.time = Allowance(self.policy.shrink_seconds, self.clock)
+        self.campaign.shrink_seconds = self.policy.shrink_seconds
+        self.campaign.unshrunk_because = f"at most {self.policy.distinct} are"
+        try:
+            self._all()
+        finally:
+            self.campaign.studied = self.clock() - self.time.started
+
+    def _all(self) -> None:
         done: list[str] = []
         while len(done) < self.policy.distinct:
             left = [k for k in self.book.found if k not in done and not self._implied(k)]
             if not left:
+                self.campaign.unshrunk_because = "the others say it better"
                 return
-            ahead = min(len(left), self.policy.distinct - len(done))
+            unusable: str = getattr(self.book.judge.runner, "unusable", "")
+            if unusable or not self.time.left:
+                self.campaign.unshrunk_because = unusable or f"the {self.time.seconds:g} s were over"
+                return
             done.append(min(left, key=_promising))
-            self._one(done[-1], max((end - self.clock()) * 2 / (1 + ahead), 1.0))
+            self.left_out = []
+            self._one(done[-1], self.time.share(min(len(left), self.policy.distinct + 1 - len(done))))
 
     def _implied(self, key: str) -> bool:
         """Whether a failure says of an output only what wrong values of it say better."""
@@ -68,19 +84,31 @@ class Study:
         if self.leak is not None and not self._fresh([self.book.found[key].simplest.case], key):
             self.campaign.failures.append(self._leaked(key, self.leak))
             return
-        self._hint(key)
         thorough = key.partition(":")[0] not in PLAIN_ORACLES
         hangs = key.startswith("hang:")
-        budget = Budget(self._probes(key), self.policy.slow_probes * HANG_SECONDS if hangs else seconds)
-        first = WITHIN_BUCKET if self.policy.variants else ()
-        s = Shrinker(self.book.found[key].simplest.case, self._still_fails(key, thorough), budget, self.clock, first)
-        with _hurried(self.book.judge.runner) if hangs else nullcontext():
+        with hurried(self.book.judge.runner, patience(self.campaign.slowest_right)) if hangs else nullcontext():
+            self._hint(key)
+            to_shrink = seconds * TO_SHRINK - (self.clock() - began)
+            budget = Budget(self._probes(key), to_shrink)
+            first = FEW_FAILING if hangs else WITHIN_BUCKET if self.policy.variants else ()
+            s = Shrinker(
+                self.book.found[key].simplest.case, self._still_fails(key, thorough), budget, self.clock, first
+            )
             s.run()
-        failure = self._failure(key, s, thorough)
+        failure = replace(self._failure(key, s, thorough), reason=_reason(s, seconds * TO_SHRINK))
         self.campaign.failures.append(failure)
         self.emit("shrunk", failure=failure)
-        self.campaign.failures[-1] = replace(self._studied(failure, thorough), seconds=self.clock() - began)
+        studied = self._studied(failure, thorough)
+        self.campaign.failures[-1] = replace(
+            studied, seconds=self.clock() - began, left_out=tuple(dict.fromkeys(self.left_out))
+        )
         self.emit("studied", failure=self.campaign.failures[-1])
+
+    def _may(self, what: str) -> bool:
+        """Whether the failure's share of the time allows this step; what it does not allow is said."""
+        if not self.time.in_time:
+            self.left_out.append(what)
+        return self.time.in_time
 
     def _leaked(self, key: str, leak: Failure) -> Failure:
         """A failure that a new process does not show, where it is known already that calls leak into later ones.
@@ -100,15 +128,13 @@ class Study:
         )  # fmt: skip
 
     def _probes(self, key: str) -> int:
-        if key.startswith("hang:"):
-            return self.policy.slow_probes
         alone = not self.book.found[key].beside & {f.key for f in self.campaign.failures}
         return self.policy.probes if alone else min(self.policy.probes, self.policy.behind_probes)
 
     def _hint(self, key: str) -> None:
         """Ask first whether the smallest cases of earlier failures, with a backward pass, show this one too."""
         for failure in self.campaign.failures:
-            for letters in {"qkv", self.book.found[key].simplest.case.requires_grad}:
+            for letters in {"qkv", self.book.found[key].simplest.case.requires_grad} if self.time.in_time else ():
                 asked = letters if failure.case.bias else letters.replace("b", "")
                 asked = asked if failure.case.sinks else asked.replace("s", "")
                 self.book.check(failure.case.but(requires_grad=asked))
@@ -118,11 +144,22 @@ class Study:
         if declared is not None and declared.refuses(self.book.found[key].simplest.case):
             declared = None  # found outside: a refusal was due
 
+        hung, lost = 0, 0  # runs; those in a row that the worker lost
+
         def fails(case: Case) -> bool:
+            nonlocal hung, lost
             self.emit("shrinking", text=key)
             if declared is not None and declared.refuses(case):
                 return False  # what is wrong inside is shown inside
-            return key in self.book.check(case, thorough).keys
+            if hung >= self.policy.slow_probes:
+                raise BudgetSpentError(f"{hung} runs hung")
+            verdict = self.book.check(case, thorough)
+            hung += "hang:call" in verdict.keys
+            lost = lost + 1 if verdict.status == "infrastructure" else 0
+            dead = getattr(self.book.judge.runner, "unusable", "")
+            if dead or lost >= LOST_IN_A_ROW:
+                raise BudgetSpentError(f"the worker died: {dead or (verdict.execution and verdict.execution.message)}")
+            return key in verdict.keys
 
         return fails
 
@@ -140,17 +177,21 @@ class Study:
         """The failure with its pattern, its passing neighbours, how often it comes again, and what would explain it."""
         if failure.behind:
             return failure
-        failure = self._reproduced(failure)
+        failure = self._reproduced(failure) if self._may("whether it comes again") else failure
         first = self.book.found[failure.key].first
         failure = replace(failure, pattern=described(failure.verdict))
         if first.case != failure.case:
             failure = replace(failure, original_pattern=described(first, failure.key.partition(":")[2]))
         if not failure.key.startswith("hang:") and not failure.preceding:
-            failure = replace(failure, nearest=neighbours(failure.case, lambda c: self.book.check(c).status == "pass"))
-            explained = self.book.judge.check(failure.case, thorough)
-            failure = replace(failure, verdict=explained) if failure.key in explained.keys else failure
-            failure = self._told_apart(failure)
+            failure = replace(failure, nearest=neighbours(failure.case, self._passes))
+            if self._may("what would explain it"):
+                explained = self.book.judge.check(failure.case, thorough)
+                failure = replace(failure, verdict=explained) if failure.key in explained.keys else failure
+                failure = self._told_apart(failure)
         return failure
+
+    def _passes(self, case: Case) -> bool:
+        return self._may("all that passes beside it") and self.book.check(case).status == "pass"
 
     def _told_apart(self, failure: Failure) -> Failure:
         """The failure without explanations that only hold because its case has next to no elements."""
@@ -160,7 +201,7 @@ class Study:
             large = wider(failure.case)
         except ValueError:  # a structure that does not stretch
             return failure
-        if oracle_bytes(large) > MAX_ORACLE_BYTES:
+        if oracle_bytes(large) > MAX_ORACLE_BYTES or not self._may("what would explain a larger case too"):
             return failure
         told = _on_both(failure.verdict, failure.key, self.book.judge.check(large))
         return replace(failure, verdict=told)
@@ -168,26 +209,44 @@ class Study:
     def _reproduced(self, failure: Failure) -> Failure:
         """Run it again here, then once in a new process; where that passes, look for the cases that must come before."""
         key, case = failure.key, failure.case
-        times = 0 if key.startswith("hang:") else self.policy.again
+        if key.startswith("hang:"):
+            return self._confirmed_hang(failure)
+        times = self.policy.again
         seen = sum(key in self.book.judge.again(case).keys for _ in range(times))
         if not callable(getattr(self.book.judge.runner, "restart", None)):
-            return replace(failure, reproduced=(seen, times))
+            return _sometimes(replace(failure, reproduced=(seen, times)))
         self.emit("shrinking", text=f"{key} in a new process")
         verdict = self._run([case])
         fresh = key in verdict.keys
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
-        failure = replace(failure, verdict=verdict) if fresh and not times else failure  # with the full deadline
         if fresh or seen < times:
-            return failure
+            return _sometimes(failure) if seen < times else failure
         self.leak = self._with_calls_before(failure)
         return self.leak
+
+    def _confirmed_hang(self, failure: Failure) -> Failure:
+        """The failure after another, longer wait in a new process; with the first case where the smaller one is only slow."""
+        if not callable(getattr(self.book.judge.runner, "restart", None)):
+            return failure
+        self.emit("shrinking", text=f"{failure.key} in a new process")
+        with hurried(self.book.judge.runner, CONFIRMED * patience(self.campaign.slowest_right)):
+            verdict = self._run([failure.case])
+        if failure.key in verdict.keys:
+            return replace(failure, verdict=verdict, reproduced=(1, 1), fresh=True)
+        first = self.book.found[failure.key].first
+        if failure.case == first.case:
+            return replace(failure, reproduced=(0, 1), fresh=False)
+        slow = "smaller cases were slow, but gave an answer in the end"
+        return replace(failure, case=first.case, verdict=first, shrunk=False, reason=slow)
 
     def _with_calls_before(self, failure: Failure) -> Failure:
         """The failure as a call sequence that a new process shows too, else with the cases that must come before it."""
         key, case = failure.key, failure.case
 
+        self.time.extend(FOR_CALLS)
+
         def fails(run: Sequence[Case]) -> bool:
-            return self._fresh(run, key)
+            return self._may("all of the calls that must come before it") and self._fresh(run, key)
 
         sequence = as_sequence(case, fails)
         if sequence is not None:
@@ -197,6 +256,22 @@ class Study:
             return failure
         smaller, before = together(case, before, fails)
         return self._again_as(failure, smaller, preceding(smaller, before, fails, clock=self.clock) or before)
+
+    def with_calls(self, failure: Failure) -> None:
+        """Add a failure that is known with the cases before it, made simpler together with them."""
+        self.time = Allowance(self.policy.shrink_seconds, self.clock)
+        key = failure.key
+        self.campaign.failures.append(failure)
+
+        def fails(run: Sequence[Case]) -> bool:
+            return self._may("all of the calls that must come before it") and self._fresh(run, key)
+
+        budget = Budget(self.policy.probes, self.time.left)
+        smaller, before = together(failure.case, failure.preceding, fails, budget)
+        before = preceding(smaller, before, fails, budget, self.clock) or before
+        self.campaign.failures[-1] = replace(
+            self._again_as(failure, smaller, before), shrunk=not self.left_out, left_out=tuple({*self.left_out})
+        )
 
     def _again_as(self, failure: Failure, case: Case, before: tuple[Case, ...]) -> Failure:
         """The failure with another smallest case, run in new processes."""
@@ -232,7 +307,10 @@ class Study:
                 continue
             first, best = entry.first, entry.simplest
             if c.stopped == "interrupted" and len(c.failures) < self.policy.distinct:
-                c.failures.append(Failure(key, best.case, first.case, best, entry.count, pattern=described(best)))
+                told = described(best)
+                c.failures.append(
+                    Failure(key, best.case, first.case, best, entry.count, pattern=told, reason="interrupted")
+                )
             else:
                 c.unshrunk[key] = best.case
         c.failures[:] = arranged(c.failures)
@@ -244,18 +322,20 @@ def wider(case: Case) -> Case:
     return case.but(Lq=max(case.Lq, 33), Lk=max(case.Lk, 70), data="normal", **width)
 
 
-@contextmanager
-def _hurried(runner: Any) -> Iterator[None]:
-    """Within it a runner that has a deadline waits for HANG_SECONDS at most."""
-    deadline = getattr(runner, "deadline", None)
-    if deadline is None:
-        yield
-        return
-    runner.deadline = min(deadline, HANG_SECONDS)
-    try:
-        yield
-    finally:
-        runner.deadline = deadline
+def _sometimes(failure: Failure) -> Failure:
+    """The failure, called shrunk only if it came every time in this process."""
+    seen, times = failure.reproduced
+    if seen == times:
+        return failure
+    chance = f"it fails {seen} of {times} times, so that a smaller case may have passed by chance"
+    return replace(failure, shrunk=False, reason=chance)
+
+
+def _reason(s: Shrinker, seconds: float) -> str:
+    """Why a shrink did not come to its end; empty where it did."""
+    runs = f"{s.probes} run{'s' if s.probes != 1 else ''}"
+    known = {"time": f"its share of the time, {seconds:.1f} s, was over after {runs}", "runs": f"stopped after {runs}"}
+    return known.get(s.stopped, s.stopped)
 
 
 def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:

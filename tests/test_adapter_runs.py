@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from flashproof.fuzz.case import Case
 from flashproof.fuzz.child import LOUD, Printed
 from flashproof.fuzz.commands import Exit, Options
 from flashproof.fuzz.corpus import save
-from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import Runner
 from flashproof.fuzz.found import Policy
 from flashproof.fuzz.judge import Judge
@@ -108,7 +106,7 @@ def told(here, name):
 def test_a_misbehaving_adapter_is_told_in_one_sentence_and_its_failure_is_kept(
     here, capsys, monkeypatch, name, sentence
 ):
-    monkeypatch.setattr(hunting, "hunt", partial(hunt, policy=QUICK))
+    monkeypatch.setattr(hunting, "policy", lambda *_: QUICK)
     assert run(["fuzz", f"t.py:{name}", *WORDS]) == Exit.WRONG
     assert sentence in " ".join(capsys.readouterr().out.split())
     assert list((here / "failures").glob("*.json"))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -77,7 +77,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import torch\nvalue = 1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # loading a target adds its folder
-    monkeypatch.setattr(hunting, "hunt", partial(hunt, policy=QUICK))
+    monkeypatch.setattr(hunting, "policy", lambda *_: QUICK)
     return tmp_path
 
 
@@ -394,3 +394,26 @@ def test_a_signal_ends_a_real_run_with_its_failures(here):
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == Exit.WRONG, shown
     assert json.loads((here / "out.json").read_text())["verdict"] == "fail" and "FAILURE" in shown
+
+
+def test_shrink_goes_on_where_a_hunt_had_no_time(here, capsys, monkeypatch):
+    monkeypatch.setattr(hunting, "policy", lambda *_: replace(QUICK, probes=0))
+    assert run(["fuzz", "t.py:wrong", *FUZZ]) == Exit.WRONG
+    path = saved(here)[0]
+    shown = capsys.readouterr().out
+    assert (
+        "not to the end (stopped after 0 runs)" in " ".join(shown.split())
+        and f"flashproof shrink failures/{path.name}" in shown
+    )
+    line = ["shrink", str(path), "--in-process", "--contract", "may_leak", "--seconds", "20", "--json", "out.json"]
+    assert run(line) == Exit.WRONG
+    failures = json.loads((here / "out.json").read_text())["failures"]
+    assert all(f["shrunk"] for f in failures if not f["behind"]) and path.exists()
+    assert any(f["case"]["Lk"] < load(path).case.Lk or f["case"]["D"] < load(path).case.D for f in failures)
+
+
+def test_there_is_nothing_to_shrink_in_what_is_right(here, capsys):
+    run(["fuzz", "t.py:wrong", *FUZZ])
+    (here / "t.py").write_text((here / "t.py").read_text().replace("def wrong(", "def was(") + "\n\nwrong = right\n")
+    assert run(["shrink", str(saved(here)[0]), "--contract", "may_leak"]) == Exit.RIGHT
+    assert "right now: nothing to shrink" in capsys.readouterr().out

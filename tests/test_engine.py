@@ -291,10 +291,10 @@ def test_passing_neighbours_are_told() -> None:
     assert [n.words for n in failure.nearest] == ["Lk = 16 passes, 17 fails, 32 passes"]
 
 
-def test_a_hang_is_shrunk_with_few_probes() -> None:
+def test_a_hang_is_shrunk_with_few_runs_that_hang() -> None:
     judge = FakeJudge(when(tail, "hang:call"))
     failure = hunt(judge, examples=300, policy=Policy(slow_probes=5)).failures[0]
-    assert failure.probes <= 5
+    assert failure.reason == "5 runs hung" and not failure.shrunk
 
 
 def test_an_exact_finding_is_shrunk_with_thorough_runs() -> None:

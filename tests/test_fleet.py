@@ -168,7 +168,7 @@ def test_jobs_that_cannot_be_are_exit_code_2(arguments: list[str], capfd: pytest
 def test_fuzz_with_two_jobs_saves_what_one_job_saves(
     path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hunting, "Policy", lambda: QUICK)
+    monkeypatch.setattr(hunting, "policy", lambda *_: QUICK)
     monkeypatch.chdir(tmp_path)
     names = {}
     for jobs in ("1", "2"):

@@ -3,7 +3,6 @@
 import json
 import sys
 import textwrap
-from functools import partial
 
 import pytest
 
@@ -13,7 +12,6 @@ from flashproof.fuzz import hunting
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.commands import Exit
 from flashproof.fuzz.corpus import Record, save
-from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.found import Policy
 from flashproof.fuzz.region import Region
 
@@ -64,7 +62,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "t.py").write_text(textwrap.dedent(TARGETS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # loading a target adds its folder
-    monkeypatch.setattr(hunting, "hunt", partial(hunt, policy=QUICK))
+    monkeypatch.setattr(hunting, "policy", lambda *_: QUICK)
     return tmp_path
 
 

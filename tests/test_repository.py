@@ -18,7 +18,17 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 LAYERS = (
-    ("compat", "fuzz", "fuzz.compiling", "fuzz.grid", "fuzz.hashing", "fuzz.layouts", "fuzz.nursery", "fuzz.wire"),
+    (
+        "compat",
+        "fuzz",
+        "fuzz.allowance",
+        "fuzz.compiling",
+        "fuzz.grid",
+        "fuzz.hashing",
+        "fuzz.layouts",
+        "fuzz.nursery",
+        "fuzz.wire",
+    ),
     ("fuzz.masks", "fuzz.values"),
     ("fuzz.case",),
     ("fuzz.measured", "fuzz.patched", "fuzz.recognised"),
@@ -55,6 +65,7 @@ LAYERS = (
     ("fuzz.engine", "fuzz.sanitizing"),
     ("fuzz.hunting", "fuzz.inspecting"),
     ("fuzz.api", "fuzz.capture", "fuzz.cli", "fuzz.plugin", "ci"),
+    ("fuzz.reshrink",),
     ("flashproof",),
     ("__main__",),
 )

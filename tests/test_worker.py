@@ -13,7 +13,10 @@ import torch
 
 from flashproof.fuzz import nursery, wire, worker
 from flashproof.fuzz.case import Case
+from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import DeviceAbsent, Runner
+from flashproof.fuzz.found import Policy
+from flashproof.fuzz.judge import Judge
 from flashproof.fuzz.worker import Worker, WorkerError
 from flashproof.impls.loading import TargetError
 
@@ -312,3 +315,13 @@ def test_writing_to_a_closed_pipe_says_so() -> None:
     os.close(end)
     with pytest.raises(wire.Closed):
         wire.send(start, {})
+
+
+@pytest.mark.slow
+def test_a_hang_is_shrunk_to_its_edge_with_few_waits():
+    began = time.monotonic()
+    with Worker(faulty("hangs_long"), deadline=4.0) as worker:
+        failure = hunt(Judge(worker), examples=12, policy=Policy(more=(0, 0), shrink_seconds=20.0)).failures[0]
+        assert worker.deadline == 4.0
+    assert failure.key == "hang:call" and failure.case.but(seed=0) == Case(Lk=5, requires_grad="")
+    assert time.monotonic() - began < 30

@@ -9,10 +9,10 @@ import traceback
 import click
 
 from .ci import bisect, gate, warm
-from .fuzz import cli
+from .fuzz import cli, reshrink
 from .fuzz.commands import Exit, Stop, flashproof
 
-MODULES = (cli, gate, bisect, warm)
+MODULES = (cli, reshrink, gate, bisect, warm)
 """Importing them registered their commands."""
 
 
