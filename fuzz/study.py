@@ -28,6 +28,7 @@ SECOND_LOOK = frozenset(
     {"exact", "statistical", "identity", "repeat", "sequence", "guard", "allocation", "alias", "global-state"}
 )
 """Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
+DIED = "the worker died"
 LOST_IN_A_ROW = 3
 """Runs that the worker loses, after which a shrink ends."""
 FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
@@ -158,7 +159,7 @@ class Study:
             lost = lost + 1 if verdict.status == "infrastructure" else 0
             dead = getattr(self.book.judge.runner, "unusable", "")
             if dead or lost >= LOST_IN_A_ROW:
-                raise BudgetSpentError(f"the worker died: {dead or (verdict.execution and verdict.execution.message)}")
+                raise BudgetSpentError(f"{DIED}: {dead or (verdict.execution and verdict.execution.message)}")
             return key in verdict.keys
 
         return fails
@@ -175,7 +176,7 @@ class Study:
 
     def _studied(self, failure: Failure, thorough: bool) -> Failure:
         """The failure with its pattern, its passing neighbours, how often it comes again, and what would explain it."""
-        if failure.behind:
+        if failure.behind or failure.reason.startswith(DIED):
             return failure
         failure = self._reproduced(failure) if self._may("whether it comes again") else failure
         first = self.book.found[failure.key].first

@@ -396,24 +396,25 @@ def test_a_signal_ends_a_real_run_with_its_failures(here):
     assert json.loads((here / "out.json").read_text())["verdict"] == "fail" and "FAILURE" in shown
 
 
-def test_shrink_goes_on_where_a_hunt_had_no_time(here, capsys, monkeypatch):
+def test_a_hunt_that_could_not_shrink_says_how_to_go_on(here, capsys, monkeypatch):
     monkeypatch.setattr(hunting, "policy", lambda *_: replace(QUICK, probes=0))
     assert run(["fuzz", "t.py:wrong", *FUZZ]) == Exit.WRONG
-    path = saved(here)[0]
-    shown = capsys.readouterr().out
-    assert (
-        "not to the end (stopped after 0 runs)" in " ".join(shown.split())
-        and f"flashproof shrink failures/{path.name}" in shown
-    )
-    line = ["shrink", str(path), "--in-process", "--contract", "may_leak", "--seconds", "20", "--json", "out.json"]
-    assert run(line) == Exit.WRONG
-    failures = json.loads((here / "out.json").read_text())["failures"]
-    assert all(f["shrunk"] for f in failures if not f["behind"]) and path.exists()
-    assert any(f["case"]["Lk"] < load(path).case.Lk or f["case"]["D"] < load(path).case.D for f in failures)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "not to the end (stopped after 0 runs)" in shown and "continue flashproof shrink failures/" in shown
+
+
+IN_PROCESS = ("--in-process", "--contract", "may_leak", "--seconds", "20", "--json", "out.json")
+
+
+def test_shrink_makes_a_saved_case_smaller_and_keeps_its_file(here):
+    path = save(Record("t.py:wrong", Case(B=2, Lq=7, Lk=8, D=5, Dv=5)), here / "failures")
+    assert run(["shrink", str(path), *IN_PROCESS]) == Exit.WRONG
+    first = json.loads((here / "out.json").read_text())["failures"][0]
+    assert first["shrunk"] and all(first["case"][n] == 1 for n in ("B", "Lq", "Lk", "D")) and path.exists()
+    assert any(load(p).case.Lk == 1 for p in saved(here))
 
 
 def test_there_is_nothing_to_shrink_in_what_is_right(here, capsys):
-    run(["fuzz", "t.py:wrong", *FUZZ])
-    (here / "t.py").write_text((here / "t.py").read_text().replace("def wrong(", "def was(") + "\n\nwrong = right\n")
-    assert run(["shrink", str(saved(here)[0]), "--contract", "may_leak"]) == Exit.RIGHT
+    path = save(Record("t.py:right", Case(Lq=7, Lk=8)), here / "failures")
+    assert run(["shrink", str(path), *IN_PROCESS]) == Exit.RIGHT
     assert "right now: nothing to shrink" in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_the_page_shows_the_adapter_as_it_is(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_passes(hunted, name):
-    assert hunted((DOCS / "examples" / f"{name}.py").read_text(), 40) == Exit.RIGHT
+    assert hunted((DOCS / "examples" / f"{name}.py").read_text(), 24) == Exit.RIGHT
 
 
 def broken(name, right, wrong):

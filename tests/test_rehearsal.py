@@ -44,7 +44,7 @@ LEDGER = """
     owner = "@attention"
     expires = {day}
 """
-GATE = ["--max-len", "40", "--dtype", "float32", "--contract", "may_leak", "--examples", "60", "--min-cases", "20"]
+GATE = ["--max-len", "40", "--dtype", "float32", "--contract", "may_leak", "--examples", "40", "--min-cases", "15"]
 FILES = ["--json", "out.json", "--comment", "out.md", "--summary", "summary.md", "--junit", "out.xml"]
 
 

@@ -319,9 +319,7 @@ def test_writing_to_a_closed_pipe_says_so() -> None:
 
 @pytest.mark.slow
 def test_a_hang_is_shrunk_to_its_edge_with_few_waits():
-    began = time.monotonic()
-    with Worker(faulty("hangs_long"), deadline=4.0) as worker:
+    with Worker(faulty("hangs_long"), deadline=2.0) as worker:
         failure = hunt(Judge(worker), examples=12, policy=Policy(more=(0, 0), shrink_seconds=20.0)).failures[0]
-        assert worker.deadline == 4.0
+        assert worker.deadline == 2.0 and worker.deaths < 15
     assert failure.key == "hang:call" and failure.case.but(seed=0) == Case(Lk=5, requires_grad="")
-    assert time.monotonic() - began < 30
