@@ -40,5 +40,5 @@ def test_a_hunt_ends_at_the_case_worked_out_by_hand(bug: Planted) -> None:
 def test_a_bug_that_needs_an_earlier_call_ends_at_a_call_sequence() -> None:
     bug = PLANTED["stale_scale"]
     with Worker(bug.target) as worker:
-        found = dict(hunted(bug, worker, Policy(distinct=1)))
+        found = dict(hunted(bug, worker, Policy(shrink_seconds=120.0, distinct=1)))
     assert found.get(f"{bug.oracle}:{bug.tensor}") == bug.minimal, found
