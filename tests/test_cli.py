@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -394,27 +393,3 @@ def test_a_signal_ends_a_real_run_with_its_failures(here):
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == Exit.WRONG, shown
     assert json.loads((here / "out.json").read_text())["verdict"] == "fail" and "FAILURE" in shown
-
-
-def test_a_hunt_that_could_not_shrink_says_how_to_go_on(here, capsys, monkeypatch):
-    monkeypatch.setattr(hunting, "policy", lambda *_: replace(QUICK, probes=0))
-    assert run(["fuzz", "t.py:wrong", *FUZZ]) == Exit.WRONG
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "not to the end (stopped after 0 runs)" in shown and "continue flashproof shrink failures/" in shown
-
-
-IN_PROCESS = ("--in-process", "--contract", "may_leak", "--seconds", "20", "--json", "out.json")
-
-
-def test_shrink_makes_a_saved_case_smaller_and_keeps_its_file(here):
-    path = save(Record("t.py:wrong", Case(B=2, Lq=7, Lk=8, D=5, Dv=5)), here / "failures")
-    assert run(["shrink", str(path), *IN_PROCESS]) == Exit.WRONG
-    first = json.loads((here / "out.json").read_text())["failures"][0]
-    assert first["shrunk"] and all(first["case"][n] == 1 for n in ("B", "Lq", "Lk", "D")) and path.exists()
-    assert any(load(p).case.Lk == 1 for p in saved(here))
-
-
-def test_there_is_nothing_to_shrink_in_what_is_right(here, capsys):
-    path = save(Record("t.py:right", Case(Lq=7, Lk=8)), here / "failures")
-    assert run(["shrink", str(path), *IN_PROCESS]) == Exit.RIGHT
-    assert "right now: nothing to shrink" in capsys.readouterr().out
