@@ -14,12 +14,16 @@ from flashproof.fuzz.corpus import Record, load, save
 from flashproof.fuzz.found import Policy
 
 TARGETS = """
-def right(query, key, value, scale=None):
+import torch
+
+def right(query, key, value, is_causal=False, scale=None):
     s = (query.double() @ key.double().mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return (s.softmax(-1) @ value.double()).to(query.dtype)
 
-def wrong(query, key, value, scale=None):
-    return 1.5 * right(query, key, value, scale)
+def wrong(query, key, value, is_causal=False, scale=None):
+    return 1.5 * right(query, key, value, is_causal, scale)
 """
 QUICK = Policy(more=(1, 2), distinct=2, shrink_seconds=2.0, probes=60, again=1)
 FUZZ = ("--in-process", "--examples", "12", "--max-len", "8", "--dtype", "float32", "--contract", "may_leak")
