@@ -207,3 +207,18 @@ def test_a_script_calls_the_function_under_the_decorator_without_flashproof(here
             [sys.executable, "-c", script], cwd="/", env={}, capture_output=True, text=True, check=False
         )
         assert done.returncode == code and (code == 0 or "WRONG" in done.stdout), done.stdout + done.stderr
+
+
+def test_a_failure_of_a_file_given_alone_has_a_script_too(here, capsys):
+    (here / "alone.py").write_text(
+        ATTEND + "\n@flashproof.target\ndef wrong(q, k, v, scale): return attend(q, k, v, scale)[0] + 1\n"
+    )
+    with opened("alone.py", Options(in_process=True)) as session:
+        verdict = session.judge.check(Case(requires_grad=""), thorough=True)
+        path = save(record(session, verdict.case, verdict.failures), here)
+    old = here / "old.json"  # as a version wrote it that did not keep the name
+    old.write_text(path.read_text().replace('"attr": "wrong"', '"attr": ""'))
+    for saved in (path, old):
+        assert run(["repro", str(saved)]) == Exit.RIGHT
+        assert "target = module.wrong" in capsys.readouterr().out
+    assert old.read_text() != path.read_text()
