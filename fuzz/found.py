@@ -23,7 +23,8 @@ class Failure:
     """One distinct failure: its smallest case, and what was learnt about it.
 
     `preceding` cases must run before it in the same process for it to show. `reproduced` is (n, m): n of m further runs
-    failed; `fresh` says whether a new process fails too (None: not tried). `behind` names an earlier failure that the
+    failed; `fresh` says whether a new process fails too (None: not tried), `varies` whether the
+    first call of one new process answered otherwise than that of another. `behind` names an earlier failure that the
     same case shows, of which this one may be a consequence. `shrunk` says whether shrinking came to its end.
     """
 
@@ -35,6 +36,7 @@ class Failure:
     preceding: tuple[Case, ...] = ()
     reproduced: tuple[int, int] = (0, 0)
     fresh: bool | None = None
+    varies: bool = False
     nearest: tuple[Neighbour, ...] = ()
     pattern: str = ""
     original_pattern: str = ""
@@ -70,6 +72,7 @@ class Campaign:
     cases_to_first_failure: int | None = None
     failures: list[Failure] = field(default_factory=list)
     unshrunk: dict[str, Case] = field(default_factory=dict)
+    caused: dict[str, str] = field(default_factory=dict)  # of unshrunk: the failure that every case of it shows too
     by_kind: dict[str, Count] = field(default_factory=dict)
     table: list[tuple[str, int, int, int]] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)

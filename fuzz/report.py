@@ -143,8 +143,9 @@ def repeats(failure: Failure) -> str:
         return text
     if failure.fresh:
         return f"{text}, in a new process too"
-    hint = "not in a new process: it depends on earlier calls" if seen else "a race, or memory that was not initialised"
-    return f"{text}; {hint}"
+    if failure.varies:
+        return f"{text}; new processes answer differently: a race, or memory that was not initialised"
+    return f"{text}; not in a new process: it depends on earlier calls, so the target keeps state between calls"
 
 
 def _cases(n: int) -> str:
@@ -176,10 +177,20 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
         rest = [f for f in campaign.failures if _in_a_line(f, [failure]) and not _told(f, failure)]
         below = [_also(f, failure, replay(f)) for f in rest]
         title = f"FAILURE {n} of {len(heads)}: {tensor} ({oracle})"
+        caused = [k for k, cause in campaign.caused.items() if cause == failure.key]
+        if caused:
+            told = f"{len(caused)} more, probably caused by it: {', '.join(caused)}; mend it, then hunt again"
+            below.append(labelled("and", told))
         blocks.append("\n".join([failure_text(failure, replay(failure), title), *below]))
-    if campaign.unshrunk:
-        blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk: {', '.join(campaign.unshrunk)}"))
+    blocks += _uncounted(campaign)
     return "\n\n".join(blocks)
+
+
+def _uncounted(campaign: Campaign) -> list[str]:
+    """A line for the failures that were not shrunk and that no block names."""
+    named = {k for k, cause in campaign.caused.items() if any(f.key == cause for f in campaign.failures)}
+    rest = [k for k in campaign.unshrunk if k not in named]
+    return [labelled("also", f"{len(rest)} more, not shrunk: {', '.join(rest)}")] if rest else []
 
 
 INHERENT = {"sequence": "sequence", "bias": "dbias", "sinks": "dsinks"}
@@ -269,7 +280,9 @@ def _served(c: Campaign) -> str:
 def _last_line(c: Campaign, verdict: str, blind: Sequence[str]) -> str:
     if verdict == "fail":
         distinct = len(c.failures) + len(c.unshrunk)
-        text = f"FAIL: {distinct} distinct failure{'s' if distinct > 1 else ''}"
+        shown = sum(not _in_a_line(f, c.failures) for f in c.failures)
+        apart = f": {shown} shown in full, {distinct - shown} more named below them, each with a file"
+        text = f"FAIL: {distinct} distinct failure{'s' if distinct > 1 else ''}{apart if shown < distinct else ''}"
     elif verdict == "error":
         text = f"ERROR: {c.infrastructure} cases were lost through no fault of the target: {c.trouble}"
     elif verdict == "blind":

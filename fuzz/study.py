@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..oracles.exact import Problem, Reference
+from ..oracles.finding import is_cause
+from ..oracles.invariants import same_bits
 from .book import Book
 from .case import Case
 from .found import Campaign, Failure, Policy
@@ -59,7 +61,12 @@ class Study:
     def _implied(self, key: str) -> bool:
         """Whether a failure says of an output only what wrong values of it say better."""
         oracle, _, tensor = key.partition(":")
-        return oracle in ("exact", "statistical") and f"value:{tensor}" in self.book.found
+        return bool(self._cause(key)) or (oracle in ("exact", "statistical") and f"value:{tensor}" in self.book.found)
+
+    def _cause(self, key: str) -> str:
+        """A failure that every case of this one shows too, and that makes answers wrong; empty without."""
+        beside = sorted(self.book.found[key].beside & set(self.book.found))
+        return "" if is_cause(key) else next((k for k in beside if is_cause(k)), "")
 
     def _one(self, key: str, seconds: float) -> None:
         """Shrink one failure, add it, study it; interrupted before it is added, the book has its simplest case."""
@@ -177,6 +184,7 @@ class Study:
         fresh = key in verdict.keys
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
         failure = replace(failure, verdict=verdict) if fresh and not times else failure  # with the full deadline
+        failure = failure if fresh else replace(failure, varies=_differ(verdict, self._run([case])))
         if fresh or seen < times:
             return failure
         self.leak = self._with_calls_before(failure)
@@ -235,6 +243,7 @@ class Study:
                 c.failures.append(Failure(key, best.case, first.case, best, entry.count, pattern=described(best)))
             else:
                 c.unshrunk[key] = best.case
+                c.caused |= {key: cause} if (cause := self._cause(key)) else {}
         c.failures[:] = arranged(c.failures)
 
 
@@ -265,6 +274,12 @@ def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
     wanted = [d.label for d in large.deviations]
     both = sorted((d for d in smallest.deviations if d.label in wanted), key=lambda d: wanted.index(d.label))
     return replace(smallest, deviations=tuple(both))
+
+
+def _differ(one: Verdict, other: Verdict) -> bool:
+    """Whether two runs of a case gave different bits."""
+    first, second = (v.execution.outputs if v.execution else {} for v in (one, other))
+    return first.keys() != second.keys() or bool(same_bits("repeat", "", first, second))
 
 
 def _asked_for(key: str) -> str:
@@ -300,9 +315,13 @@ def _telling(failure: Failure) -> tuple[object, ...]:
     return (*_promising(failure.key), failure.key.startswith("dead-row:"), size(failure.case))
 
 
-def _promising(key: str) -> tuple[bool, int]:
-    """Order of keys by how much their failures tell."""
-    return (key.partition(":")[0] in SECOND_LOOK, _forward_first(key))
+def _promising(key: str) -> tuple[bool, bool, int]:
+    """Order of keys by how much their failures tell: memory written to, plain mistakes, what a second look shows."""
+    return (
+        not is_cause(key) and not key.startswith("guard:"),
+        key.partition(":")[0] in SECOND_LOOK,
+        _forward_first(key),
+    )
 
 
 def described(verdict: Verdict, only: str = "") -> str:

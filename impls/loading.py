@@ -51,7 +51,7 @@ def load(target: str) -> Implementation:
 
 def attribute(target: str) -> str:
     """The name of the target in its file or module; that of the only candidate where a file is given alone, "" without one."""
-    head, colon, attr = target.rpartition(":")
+    _, colon, attr = target.rpartition(":")
     if colon or not target.endswith(".py"):
         return attr if colon else ""
     return _only_candidate(_import_file(Path(target), target), target)[0]

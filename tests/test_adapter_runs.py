@@ -222,3 +222,12 @@ def test_a_failure_of_a_file_given_alone_has_a_script_too(here, capsys):
         assert run(["repro", str(saved)]) == Exit.RIGHT
         assert "target = module.wrong" in capsys.readouterr().out
     assert old.read_text() != path.read_text()
+
+
+def test_a_backward_function_that_leaves_one_out_is_told_which(here):
+    (here / "two.py").write_text(
+        ATTEND
+        + "\n@flashproof.target(bwd=lambda do, q, k, v: (q, k))\ndef two(q, k, v, scale): return attend(q, k, v, scale)[0]\n"
+    )
+    (found,) = Judge(Runner("two.py")).check(Case(Hkv=1, requires_grad="v")).failures
+    assert found.key == "type:dv" and found.message.endswith("dv is missing")

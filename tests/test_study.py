@@ -25,7 +25,7 @@ def test_wrong_values_of_outputs_come_before_those_of_gradients() -> None:
 
 
 def test_what_a_second_run_shows_comes_last() -> None:
-    found = order(failure(Case(), "repeat:o"), failure(Case(), "guard:workspace"), failure(Case(Lk=2), "value:dk"))
+    found = order(failure(Case(), "repeat:o"), failure(Case(Lk=2), "value:dk"))
     assert found[0] == ("value:dk", "")
 
 
@@ -91,3 +91,8 @@ def test_what_else_a_leak_breaks_is_told_with_the_same_calls() -> None:
     first, *others = leak().failures
     assert others
     assert all((f.behind, f.preceding) == ("value:o", first.preceding) for f in others)
+
+
+def test_memory_that_was_written_to_comes_before_wrong_values() -> None:
+    for first in ("purity:k", "guard:workspace"):
+        assert order(failure(Case(), "value:o"), failure(Case(Lk=2), first))[0] == (first, "")
