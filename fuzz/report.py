@@ -14,6 +14,7 @@ from .case import Case
 from .found import MIN_CASES, Campaign, Failure, blind_because, verdict_and_exit_code
 from .judge import Verdict
 from .learn import differences
+from .region import narrowing
 from .simpler import DEFAULT, FEATURES
 from .words import parts, sentence
 
@@ -42,6 +43,7 @@ def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
         ("first in", _first_seen(failure)),
         ("there", _there(failure)),
         ("passes", "; ".join(n.words for n in failure.nearest)),
+        ("declare", _declare(failure)),
         ("repeats", repeats(failure)),
         ("shrunk", "" if failure.shrunk else "not to the end; a smaller case may exist"),
         ("replay", replay),
@@ -148,6 +150,13 @@ def repeats(failure: Failure) -> str:
     return f"{text}; not in a new process: it depends on earlier calls, so the target keeps state between calls"
 
 
+def _declare(failure: Failure) -> str:
+    """Which field of the declared region leaves out a case that was refused inside it."""
+    fields = narrowing(failure.case) if failure.key.startswith("refusal:") else []
+    few = " or ".join(f"Region({f})" for f in fields[:3])
+    return f"{few} leaves this case out, if the target does not mean to serve it" if few else ""
+
+
 def _cases(n: int) -> str:
     return "the case above" if n == 1 else f"the {n} cases above"
 
@@ -244,7 +253,12 @@ def summary(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASE
 def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
     judging = c.seconds - c.compiled.seconds
     rate = f", {c.cases / judging:.0f}/s" if judging > 0 and not c.failures else ""
-    told = ((c.accepted, "accepted"), (c.refused, "refused"), (c.inexpressible, "inexpressible"))
+    refused = "refused" + (f" ({c.outside} rightly, drawn outside the declared region)" if c.outside else "")
+    told = (
+        (c.accepted, "accepted"),
+        (c.refused, refused if c.declared else "refused"),
+        (c.inexpressible, "inexpressible"),
+    )
     counts = ", ".join(f"{n} {word}" for n, word in told if n)
     lost = f", {c.infrastructure} lost ({c.trouble})" if c.infrastructure else ""
     first = (

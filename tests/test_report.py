@@ -11,7 +11,7 @@ import pytest
 
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.found import Campaign, Failure
-from flashproof.fuzz.judge import Verdict
+from flashproof.fuzz.judge import Verdict, reason_of
 from flashproof.fuzz.learn import Count
 from flashproof.fuzz.nearest import Neighbour
 from flashproof.fuzz.region import Region
@@ -260,3 +260,15 @@ def test_what_an_unshrunk_failure_is_caused_by_is_told_with_its_cause_and_the_co
     assert "and      2 more, probably caused by it: value:o, repeat:o" in told
     assert "also     1 more, not shrunk: value:dv" in told
     assert "FAIL: 4 distinct failures: 1 shown in full, 3 more" in summary(campaign)
+
+
+def test_refusals_outside_the_declared_region_are_told_as_such() -> None:
+    told = summary(replace(CAMPAIGN, declared=Region(), outside=6))
+    assert "8 refused (6 rightly, drawn outside the declared region)" in " ".join(told.split())
+
+
+def test_a_refusal_names_the_field_that_leaves_its_case_out() -> None:
+    key, case = "refusal:no gqa", Case(Hq=2)
+    refused = Failure(key, case, case, Verdict(case, "fail", (Finding("refusal", "no gqa", "refused"),)))
+    assert "Region(gqa=False) leaves this case out" in failure_text(refused)
+    assert [reason_of(f"Refuse: {why}") for why in ("head dim 80 > 64", "float16")] == ["head dim N > N", "float16"]
