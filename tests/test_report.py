@@ -270,5 +270,5 @@ def test_refusals_outside_the_declared_region_are_told_as_such() -> None:
 def test_a_refusal_names_the_field_that_leaves_its_case_out() -> None:
     key, case = "refusal:no gqa", Case(Hq=2)
     refused = Failure(key, case, case, Verdict(case, "fail", (Finding("refusal", "no gqa", "refused"),)))
-    assert "Region(gqa=False) leaves this case out" in failure_text(refused)
+    assert "Region(gqa=False)" in failure_text(refused)
     assert [reason_of(f"Refuse: {why}") for why in ("head dim 80 > 64", "float16")] == ["head dim N > N", "float16"]
