@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from flashproof.fuzz.book import Book, Entry
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import Execution
-from flashproof.fuzz.found import Campaign, Failure
+from flashproof.fuzz.found import Campaign, Failure, Policy
 from flashproof.fuzz.judge import Verdict
-from flashproof.fuzz.study import arranged
+from flashproof.fuzz.study import Study, arranged
 from flashproof.oracles.finding import Finding
 
 
@@ -96,3 +97,14 @@ def test_what_else_a_leak_breaks_is_told_with_the_same_calls() -> None:
 def test_memory_that_was_written_to_comes_before_wrong_values() -> None:
     for first in ("purity:k", "guard:workspace"):
         assert order(failure(Case(), "value:o"), failure(Case(Lk=2), first))[0] == (first, "")
+
+
+def test_what_fails_only_where_an_input_is_changed_is_entered_under_its_cause() -> None:
+    found = [Finding(*k.split(":"), "wrong") for k in ("value:o", "purity:k")]
+    book = Book(None)  # type: ignore[arg-type] # asked nothing here
+    for finding in found:
+        entry = Verdict(Case(), "fail", tuple(found))
+        book.found[finding.key] = Entry(entry, entry, 1, frozenset(entry.keys))
+    campaign = Campaign(failures=[failure(Case(), "purity:k")])
+    Study(book, campaign, Policy(), lambda *_, **__: None, lambda: 0.0).rest()
+    assert campaign.caused == {"value:o": "purity:k"}
