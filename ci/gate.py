@@ -393,5 +393,6 @@ def row(outcome: Outcome) -> tuple[str, ...]:
 def table(outcomes: Sequence[Outcome], style: str = "simple") -> str:
     """One line for each target, then why one is blind or in error."""
     text = tabulate([row(o) for o in outcomes], headers=COLUMNS, tablefmt=style, disable_numparse=True)
-    why = [f"{o.target}: {p}" for o in outcomes if o.code not in (Exit.RIGHT, Exit.WRONG) for p in o.problems]
+    untold = (o for o in outcomes if o.code not in (Exit.RIGHT, Exit.WRONG) and o.problems)
+    why = [f"{o.target}: {'; '.join(o.problems)}" for o in untold]
     return "\n".join([text, *([""] if why else []), *why])

@@ -164,9 +164,11 @@ class Calls:
         rest = tuple(n for n in names if n not in held)
         if isinstance(returned, Mapping):
             found = dict(returned) | held
-        elif isinstance(returned, tuple | list):
+        elif isinstance(returned, tuple | list) or (isinstance(returned, Tensor) and len(rest) > 1):
+            given = returned if isinstance(returned, tuple | list) else (returned,)
+            returned = tuple(given)
             order = names if len(returned) == len(names) else rest
-            found = dict(zip(order, returned, strict=False)) | held if len(returned) == len(order) else {}
+            found = dict(zip(order, returned, strict=False)) | held if len(returned) <= len(order) else {}
         else:
             found = ({rest[0]: returned} if len(rest) == 1 else {}) | held
         wrong = [n for n in names if not isinstance(found.get(n), Tensor)]
@@ -174,7 +176,9 @@ class Calls:
         if who == "bwd":  # a gradient that is not asked for may be None; one that is, is missed later
             wrong, unknown = [n for n in wrong if n not in found], [n for n in found if n not in names]
         if wrong:
-            findings.append(Finding("type", wrong[0], f"{who} must return {', '.join(names)}, got {_shown(returned)}"))
+            absent = f": {', '.join(wrong)} is missing" if len(wrong) < len(names) else ""
+            message = f"{who} must return {', '.join(names)}, got {_shown(returned)}{absent}"
+            findings.append(Finding("type", wrong[0], message))
         elif unknown:
             rule = f"declare it (returns, lse) or take it in bwd; declared are {', '.join(names)}"
             findings.append(Finding("type", unknown[0], f"{who} returned {unknown[0]}, which nothing declares: {rule}"))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..oracles.finding import is_cause
 from .case import Case
 from .judge import Verdict
 from .region import Region
@@ -65,7 +66,7 @@ class Book:
             self._ran_at[case.key] = len(self._history)
             self._history.append(case)
         verdict = self.judge.check(case, thorough, explain=False)
-        for key in verdict.keys:
+        for key in sorted(verdict.keys, key=lambda k: not is_cause(k)):
             self._enter(key, verdict)
         return verdict
 

@@ -221,7 +221,10 @@ def repro(path: Path, target: str) -> Exit:
     Example: flashproof repro failures/3f2a91bc.json > repro.py
     """
     record = read(path)
-    if target or "bound" not in record.environment:
+    unnamed = record.target.endswith(".py") and not record.environment.get(
+        "attr"
+    )  # an old file: which callable was meant?
+    if target or unnamed or "bound" not in record.environment:
         record = _asked(record, target)
     try:
         click.echo(script(record, _binding(record), AdaptedScript if record.dialect == "adapter" else Script), nl=False)

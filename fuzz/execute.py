@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..impls import Implementation
-from ..impls.loading import TargetError, load, own_frames
+from ..impls.loading import TargetError, attribute, load, own_frames
 from ..oracles import interpreter
 from ..oracles.allocations import GuardedAllocations
 from ..oracles.configurations import CHOICE, HOW, install
@@ -118,6 +118,7 @@ class Runner:
         if device == "cpu":
             interpreter.enable()
         self.implementation = as_implementation(target)
+        self.named = target if isinstance(target, str) else ""
         kind = device.partition(":")[0]
         if kind not in self.implementation.devices:
             allowed = ", ".join(self.implementation.devices)
@@ -145,6 +146,7 @@ class Runner:
         known, binding = self.implementation, self.binding
         return {
             "target": known.name,
+            "attr": attribute(self.named),
             "summary": known.summary,
             "source": source(known.call),
             "dialect": binding.dialect,

@@ -23,7 +23,8 @@ class Failure:
     """One distinct failure: its smallest case, and what was learnt about it.
 
     `preceding` cases must run before it in the same process for it to show. `reproduced` is (n, m): n of m further runs
-    failed; `fresh` says whether a new process fails too (None: not tried). `behind` names an earlier failure that the
+    failed; `fresh` says whether a new process fails too (None: not tried), `varies` whether the
+    first call of one new process answered otherwise than that of another. `behind` names an earlier failure that the
     same case shows, of which this one may be a consequence. `shrunk` says whether shrinking came to its end, `reason` why it
     did not; `left_out` is what was not looked at, for want of time.
     """
@@ -36,6 +37,7 @@ class Failure:
     preceding: tuple[Case, ...] = ()
     reproduced: tuple[int, int] = (0, 0)
     fresh: bool | None = None
+    varies: bool = False
     nearest: tuple[Neighbour, ...] = ()
     pattern: str = ""
     original_pattern: str = ""
@@ -78,6 +80,7 @@ class Campaign:
     studied: float = 0.0  # seconds that it took
     slowest_right: float = 0.0  # seconds of the slowest case that was answered rightly
     because: str = ""  # why it stopped, where that is no limit that was asked for
+    caused: dict[str, str] = field(default_factory=dict)  # of unshrunk: the failure that every case of it shows too
     by_kind: dict[str, Count] = field(default_factory=dict)
     table: list[tuple[str, int, int, int]] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)

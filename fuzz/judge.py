@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -185,7 +186,9 @@ def _endings(case: Case, execution: Execution, region: Region | None) -> list[Fi
         case "refused":
             inside = region is not None and not region.refuses(case)
             return (
-                [Finding("refusal", "call", f"refused a case inside the declared region: {message}")] if inside else []
+                [Finding("refusal", reason_of(message), f"refused a case inside the declared region: {message}")]
+                if inside
+                else []
             )
         case "raised":
             return [
@@ -203,6 +206,12 @@ def _endings(case: Case, execution: Execution, region: Region | None) -> list[Fi
                 )
             ]
     return [Finding("hang", "call", message, details={"printed": execution.printed})]
+
+
+def reason_of(message: str) -> str:
+    """What a refusal is about, in the words of the target without its numbers: refusals for other reasons are other failures."""
+    first = message.partition("\n")[0].partition(": ")[2] or message
+    return re.sub(r"(?<![\w.])-?\d[\d.]*", "N", first).strip()[:48] or "call"
 
 
 def one_in(n: int, case: Case, purpose: str) -> bool:

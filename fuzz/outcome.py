@@ -15,7 +15,7 @@ from .corpus import SCHEMA, Record, as_text, save, write_whole
 from .judge import Verdict
 from .session import Session, resolved
 
-KNOWN_OF_TARGET = ("interpreted", "bound", "unbound", "required", "returns_lse", "adapter")
+KNOWN_OF_TARGET = ("interpreted", "bound", "unbound", "required", "returns_lse", "adapter", "attr")
 """What a failure file keeps of how the target was called, for a script to be written without loading it."""
 
 

@@ -29,6 +29,13 @@ FITS = 0.01
 NAMED = 0.004
 """A factor is called by name when it is this close; the names below differ by more."""
 
+NAMED_EXACTLY = 5e-5
+"""The same where the outputs are float32 or wider: 0.5001 is not one half there."""
+ENOUGH = 3
+"""Elements that a factor must hold for before it is called by name; one or two numbers fit many names."""
+PLAIN = ("ln 2", "1/ln 2", "it is counted twice", "half of it is missing")
+"""Names that say no more than the number: another name that fits is preferred, two others that fit are a guess."""
+
 
 def pattern(case: Case, wrong: Mapping[str, Tensor], judged: Iterable[str], only: str = "") -> str:
     """Which outputs are right, and where the others are wrong; empty when nothing is wrong. `only` leaves one output."""
@@ -158,9 +165,11 @@ def _ratio(case: Case, tensor: str, g: Tensor, w: Tensor) -> str:
         return ""
     if not bool(((ratio - middle).abs() <= FITS * abs(middle)).all()):
         return ""
-    for value, meaning in _factors(case, tensor):
-        if abs(middle / value - 1) < NAMED and abs(value - 1) > 2 * NAMED:
-            return f"got is {middle:.4g} times want: {meaning}"
+    named = NAMED if case.dtype in ("float16", "bfloat16") else NAMED_EXACTLY
+    meant = [m for value, m in _factors(case, tensor) if abs(middle / value - 1) < named and abs(value - 1) > 2 * NAMED]
+    own = [m for m in meant if m not in PLAIN] or meant[:1]
+    if len(own) == 1 and len(ratio) >= ENOUGH:
+        return f"got is {middle:.4g} times want: {own[0]}"
     return f"got is {middle:.4g} times want" if len(ratio) > 2 and abs(middle) > 1e-6 else ""
 
 

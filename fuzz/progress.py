@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from ..oracles.finding import is_cause
 from .found import Event
 
 EVERY = 30.0
@@ -31,16 +32,26 @@ class Progress:
         self._pause = REDRAWN if self.live else every
         self._next = clock() + (0.0 if self.live else every)
         self._shown = 0
+        self._folded = False
 
     def __call__(self, event: Event) -> None:
         """Say a new failure at once, and how far the hunt is when it is time to."""
-        if event.kind == "found":
+        if event.kind == "found" and not self._follows(event):
             self.say(f"found {event.text} after {_clock_text(event.campaign.seconds)}: {_first_words(event)}")
         if event.kind == "done":
             self.clear()
         elif self._clock() >= self._next:
             self._next = self._clock() + self._pause
             self._write(line(event))
+
+    def _follows(self, event: Event) -> bool:
+        """Whether a failure was found beside one that may cause it; the first time that is said, then they are only counted."""
+        keys = event.verdict.keys if event.verdict else ()
+        cause = "" if is_cause(event.text) else next((k for k in keys if is_cause(k)), "")
+        if cause and not self._folded:
+            self.say(f"what else fails on cases that fail {cause} is probably caused by it, and told at the end")
+        self._folded = self._folded or bool(cause)
+        return bool(cause)
 
     def say(self, text: str) -> None:
         """Print a line of its own, above the live one."""

@@ -78,6 +78,30 @@ class Region:
         return ""
 
 
+def narrowing(case: Case) -> list[str]:
+    """Fields of Region, as they are written, each of which alone leaves the case outside; the simplest case has none."""
+    c, widest, longest = case, max(case.D, case.Dv), max(case.Lq, case.Lk)
+    plain = ("float32", "float16", "bfloat16")
+    told = (
+        (f"dtypes={tuple(d for d in plain if d != c.dtype)}", c.dtype != "float32"),
+        (f"masks={tuple(m for m in MASKS if m != mask_kind(c))}", mask_kind(c) != "none"),
+        ("min_len=1", not min(c.Lq, c.Lk, c.B)),
+        ("empty_sequences=False", has_empty_sequences(c)),
+        ("dv_differs=False", c.Dv != c.D),
+        (f"max_head_dim={widest - 1}", widest > 1),
+        ("gqa=False", c.Hq != c.Hkv),
+        ("lq_differs=False", min(c.Lq, c.Lk) > 0 and any(q != k for q, k in lengths(c))),
+        (f"max_len={longest - 1}", longest > 1),
+        ("negative_scale=False", c.scale is not None and c.scale <= 0),
+        ("backward=False", bool(c.requires_grad)),
+        ("layouts=False", {c.layout_q, c.layout_k, c.layout_v, c.layout_do, c.layout_mask} != {"contiguous"}),
+        ("lse_grad=False", c.lse_grad),
+        *((f"{n}=False", bool(getattr(c, n))) for n in ("bias", "softcap", "dropout", "alibi", "sinks")),
+        ("scale=False", c.scale is not None),
+    )
+    return [text for text, holds in told if holds]
+
+
 def _limits(r: Region, c: Case) -> tuple[tuple[str, bool], ...]:
     dims = (c.D, c.Dv)
     layouts = {c.layout_q, c.layout_k, c.layout_v, c.layout_do, c.layout_mask}

@@ -14,6 +14,7 @@ from .case import Case
 from .found import MIN_CASES, Campaign, Failure, blind_because, verdict_and_exit_code
 from .judge import Verdict
 from .learn import differences
+from .region import narrowing
 from .simpler import DEFAULT, FEATURES
 from .words import parts, sentence
 
@@ -42,6 +43,7 @@ def failure_text(failure: Failure, replay: str = "", heading: str = "") -> str:
         ("first in", _first_seen(failure)),
         ("there", _there(failure)),
         ("passes", "; ".join(n.words for n in failure.nearest)),
+        ("declare", _declare(failure)),
         ("repeats", repeats(failure)),
         ("shrunk", _unshrunk(failure)),
         ("not seen", f"{', '.join(failure.left_out)}: the time for it was over" if failure.left_out else ""),
@@ -145,8 +147,16 @@ def repeats(failure: Failure) -> str:
         return text
     if failure.fresh:
         return f"{text}, in a new process too"
-    hint = "not in a new process: it depends on earlier calls" if seen else "a race, or memory that was not initialised"
-    return f"{text}; {hint}"
+    if failure.varies:
+        return f"{text}; new processes answer differently: a race, or memory that was not initialised"
+    return f"{text}; not in a new process: it depends on earlier calls, so the target keeps state between calls"
+
+
+def _declare(failure: Failure) -> str:
+    """Which field of the declared region leaves out a case that was refused inside it."""
+    fields = narrowing(failure.case) if failure.key.startswith("refusal:") else []
+    few = " or ".join(f"Region({f})" for f in fields[:3])
+    return f"{few} leaves this case out, if the target does not mean to serve it" if few else ""
 
 
 def _unshrunk(failure: Failure) -> str:
@@ -189,12 +199,21 @@ def failures_text(campaign: Campaign, replay: Replay = lambda _: "") -> str:
         rest = [f for f in campaign.failures if _in_a_line(f, [failure]) and not _told(f, failure)]
         below = [_also(f, failure, replay(f)) for f in rest]
         title = f"FAILURE {n} of {len(heads)}: {tensor} ({oracle})"
+        caused = [k for k, cause in campaign.caused.items() if cause == failure.key]
+        if caused:
+            told = f"{len(caused)} more, probably caused by it: {', '.join(caused)}; mend it, then hunt again"
+            below.append(labelled("and", told))
         blocks.append("\n".join([failure_text(failure, replay(failure), title), *below]))
-    if campaign.unshrunk:
-        because = f" ({campaign.unshrunk_because})" if campaign.unshrunk_because else ""
-        keys = ", ".join(campaign.unshrunk)
-        blocks.append(labelled("also", f"{len(campaign.unshrunk)} more, not shrunk{because}: {keys}"))
+    blocks += _uncounted(campaign)
     return "\n\n".join(blocks)
+
+
+def _uncounted(campaign: Campaign) -> list[str]:
+    """A line for the failures that were not shrunk and that no block names."""
+    named = {k for k, cause in campaign.caused.items() if any(f.key == cause for f in campaign.failures)}
+    rest = [k for k in campaign.unshrunk if k not in named]
+    because = f" ({campaign.unshrunk_because})" if campaign.unshrunk_because else ""
+    return [labelled("also", f"{len(rest)} more, not shrunk{because}: {', '.join(rest)}")] if rest else []
 
 
 INHERENT = {"sequence": "sequence", "bias": "dbias", "sinks": "dsinks"}
@@ -248,7 +267,12 @@ def summary(campaign: Campaign, command: str = "fuzz", min_cases: int = MIN_CASE
 def _summary_rows(c: Campaign) -> Iterable[tuple[str, str]]:
     judging = c.seconds - c.compiled.seconds
     rate = f", {c.cases / judging:.0f}/s" if judging > 0 and not c.failures else ""
-    told = ((c.accepted, "accepted"), (c.refused, "refused"), (c.inexpressible, "inexpressible"))
+    refused = "refused" + (f" ({c.outside} rightly, drawn outside the declared region)" if c.outside else "")
+    told = (
+        (c.accepted, "accepted"),
+        (c.refused, refused if c.declared else "refused"),
+        (c.inexpressible, "inexpressible"),
+    )
     counts = ", ".join(f"{n} {word}" for n, word in told if n)
     lost = f", {c.infrastructure} lost ({c.trouble})" if c.infrastructure else ""
     first = (
@@ -294,7 +318,9 @@ def _served(c: Campaign) -> str:
 def _last_line(c: Campaign, verdict: str, blind: Sequence[str]) -> str:
     if verdict == "fail":
         distinct = len(c.failures) + len(c.unshrunk)
-        text = f"FAIL: {distinct} distinct failure{'s' if distinct > 1 else ''}"
+        shown = sum(not _in_a_line(f, c.failures) for f in c.failures)
+        apart = f": {shown} shown in full, {distinct - shown} more named below them, each with a file"
+        text = f"FAIL: {distinct} distinct failure{'s' if distinct > 1 else ''}{apart if shown < distinct else ''}"
     elif verdict == "error":
         text = f"ERROR: {c.infrastructure} cases were lost through no fault of the target: {c.trouble}"
     elif verdict == "blind":

@@ -137,7 +137,9 @@ def header(session: Session) -> list[str]:
         ("dialect", f"{info['dialect']}; keywords {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
         (
             "region",
-            f"declared: {short(session.declared)}" if session.declared else "none declared: learnt from refusals",
+            f"declared: {short(session.declared).replace('all masks', 'any mask that it takes')}"
+            if session.declared
+            else "none declared: learnt from refusals",
         ),
         *([("drawn", short(session.region))] if session.region != session.declared else []),
         ("contract", contract_words(session)),

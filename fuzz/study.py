@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..oracles.exact import Problem, Reference
+from ..oracles.finding import is_cause
+from ..oracles.invariants import same_bits
 from .allowance import CONFIRMED, FOR_CALLS, TO_SHRINK, Allowance, hurried, patience
 from .book import Book
 from .case import Case
 from .found import Campaign, Failure, Policy
 from .judge import Verdict
 from .nearest import neighbours
+from .order import arranged, promising
 from .pattern import explain
 from .shrink import FEW_FAILING, WITHIN_BUCKET, Budget, BudgetSpentError, Shrinker
-from .simpler import size
 from .stateful import as_sequence, preceding, together
 from .tensors import MAX_ORACLE_BYTES, build, oracle_bytes
 
@@ -24,14 +26,9 @@ PLAIN_ORACLES = frozenset(
     {"value", "nonfinite", "dead-row", "crash", "hang", "exception", "shape", "dtype", "refusal", "statistical"}
 )
 """Oracles that one plain run decides; the others need the repeated call or the exact run in every probe."""
-SECOND_LOOK = frozenset(
-    {"exact", "statistical", "identity", "repeat", "sequence", "guard", "allocation", "alias", "global-state"}
-)
-"""Oracles that compare runs or look around the outputs: what they find is shown after wrong values."""
 DIED = "the worker died"
 LOST_IN_A_ROW = 3
 """Runs that the worker loses, after which a shrink ends."""
-FORWARD_FIRST = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 @dataclass
@@ -69,14 +66,19 @@ class Study:
             if unusable or not self.time.left:
                 self.campaign.unshrunk_because = unusable or f"the {self.time.seconds:g} s were over"
                 return
-            done.append(min(left, key=_promising))
+            done.append(min(left, key=promising))
             self.left_out = []
             self._one(done[-1], self.time.share(min(len(left), self.policy.distinct + 1 - len(done))))
 
     def _implied(self, key: str) -> bool:
         """Whether a failure says of an output only what wrong values of it say better."""
         oracle, _, tensor = key.partition(":")
-        return oracle in ("exact", "statistical") and f"value:{tensor}" in self.book.found
+        return bool(self._cause(key)) or (oracle in ("exact", "statistical") and f"value:{tensor}" in self.book.found)
+
+    def _cause(self, key: str) -> str:
+        """A failure that every case of this one shows too, and that makes answers wrong; empty without."""
+        beside = sorted(self.book.found[key].beside & set(self.book.found))
+        return "" if is_cause(key) else next((k for k in beside if is_cause(k)), "")
 
     def _one(self, key: str, seconds: float) -> None:
         """Shrink one failure, add it, study it; interrupted before it is added, the book has its simplest case."""
@@ -220,6 +222,8 @@ class Study:
         verdict = self._run([case])
         fresh = key in verdict.keys
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
+        failure = replace(failure, verdict=verdict) if fresh and not times else failure  # with the full deadline
+        failure = failure if fresh else replace(failure, varies=_differ(verdict, self._run([case])))
         if fresh or seen < times:
             return _sometimes(failure) if seen < times else failure
         self.leak = self._with_calls_before(failure)
@@ -314,6 +318,7 @@ class Study:
                 )
             else:
                 c.unshrunk[key] = best.case
+                c.caused |= {key: cause} if (cause := self._cause(key)) else {}
         c.failures[:] = arranged(c.failures)
 
 
@@ -348,42 +353,16 @@ def _on_both(smallest: Verdict, key: str, large: Verdict) -> Verdict:
     return replace(smallest, deviations=tuple(both))
 
 
+def _differ(one: Verdict, other: Verdict) -> bool:
+    """Whether two runs of a case gave different bits."""
+    first, second = (v.execution.outputs if v.execution else {} for v in (one, other))
+    return first.keys() != second.keys() or bool(same_bits("repeat", "", first, second))
+
+
 def _asked_for(key: str) -> str:
     """The gradient that a failure of it needs: "q" for dq; empty for others."""
     tensor = key.partition(":")[2]
     return tensor[1] if tensor in ("dq", "dk", "dv", "dsinks") else ""
-
-
-def _forward_first(key: str) -> int:
-    tensor = key.partition(":")[2]
-    return FORWARD_FIRST.index(tensor) if tensor in FORWARD_FIRST else -1
-
-
-def arranged(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures as they are shown: the most telling first, each followed by those that its own cause may explain.
-
-    One stands behind another if its smallest case shows the other as well.
-    """
-    heads: list[Failure] = []
-    behind: dict[str, list[Failure]] = {}
-    for failure in sorted(failures, key=_telling):
-        leaked = failure.behind if failure.fresh is False else ""
-        cause = leaked or next((h.key for h in heads if h.key in failure.verdict.keys), "")
-        if cause:
-            behind.setdefault(cause, []).append(replace(failure, behind=cause))
-        else:
-            heads.append(replace(failure, behind=""))
-    return [f for head in heads for f in (head, *behind.get(head.key, ()))]
-
-
-def _telling(failure: Failure) -> tuple[object, ...]:
-    """Order of failures: plain mistakes, then those that are seen from a second call or run; outputs before gradients."""
-    return (*_promising(failure.key), failure.key.startswith("dead-row:"), size(failure.case))
-
-
-def _promising(key: str) -> tuple[bool, int]:
-    """Order of keys by how much their failures tell."""
-    return (key.partition(":")[0] in SECOND_LOOK, _forward_first(key))
 
 
 def described(verdict: Verdict, only: str = "") -> str:

@@ -43,10 +43,18 @@ def load(target: str) -> Implementation:
         raise TargetError(f"target must be a name, package.module:attr or path/to/file.py:attr, got target={target!r}")
     if place.endswith(".py"):
         module = _import_file(Path(place), target)
-        return _implementation(target, _find(module, attr, target) if colon else _only_candidate(module, place))
+        return _implementation(target, _find(module, attr, target) if colon else _only_candidate(module, place)[1])
     if colon:
         return _implementation(target, _find(_import_module(head, target), attr, target))
     return registered(target)
+
+
+def attribute(target: str) -> str:
+    """The name of the target in its file or module; that of the only candidate where a file is given alone, "" without one."""
+    _, colon, attr = target.rpartition(":")
+    if colon or not target.endswith(".py"):
+        return attr if colon else ""
+    return _only_candidate(_import_file(Path(target), target), target)[0]
 
 
 def registered(name: str) -> Implementation:
@@ -113,11 +121,12 @@ def _own(value: object, module: ModuleType) -> bool:
     return isinstance(value, torch.nn.Module | functools.partial)
 
 
-def _only_candidate(module: ModuleType, place: str) -> Callable[..., Any]:
+def _only_candidate(module: ModuleType, place: str) -> tuple[str, Callable[..., Any]]:
+    """The name and value of the one callable that a file given alone can mean."""
     adapted = {n: x for n, x in vars(module).items() if isinstance(x, Implementation) and x.adapter is not None}
     found = adapted or candidates(module)
     if len(found) == 1:
-        return next(iter(found.values()))
+        return next(iter(found.items()))
     if not found:
         raise TargetError(
             f"{place} must define a public callable whose parameters begin with q, k, v; name one as {place}:attr"

@@ -54,3 +54,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     return value
+
+
+CAUSES = frozenset({"purity"})
+"""Oracles whose findings make other answers wrong: who changes an input gets the next call wrong."""
+
+
+def is_cause(key: str) -> bool:
+    """Whether a failure of this key may be the cause of whatever else fails on the same cases."""
+    return key.partition(":")[0] in CAUSES

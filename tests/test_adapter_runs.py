@@ -223,3 +223,27 @@ def test_a_script_calls_the_function_under_the_decorator_without_flashproof(here
     )
     wrong, _, right = done.stdout.partition("exit code 1\n")
     assert "WRONG" in wrong and right.endswith("exit code 0\n"), done.stdout + done.stderr
+
+
+def test_a_failure_of_a_file_given_alone_has_a_script_too(here, capsys):
+    (here / "alone.py").write_text(
+        ATTEND + "\n@flashproof.target\ndef wrong(q, k, v, scale): return attend(q, k, v, scale)[0] + 1\n"
+    )
+    with opened("alone.py", Options(in_process=True)) as session:
+        verdict = session.judge.check(Case(requires_grad=""), thorough=True)
+        path = save(record(session, verdict.case, verdict.failures), here)
+    old = here / "old.json"  # as a version wrote it that did not keep the name
+    old.write_text(path.read_text().replace('"attr": "wrong"', '"attr": ""'))
+    for saved in (path, old):
+        assert run(["repro", str(saved)]) == Exit.RIGHT
+        assert "target = module.wrong" in capsys.readouterr().out
+    assert old.read_text() != path.read_text()
+
+
+def test_a_backward_function_that_leaves_one_out_is_told_which(here):
+    (here / "two.py").write_text(
+        ATTEND
+        + "\n@flashproof.target(bwd=lambda do, q, k, v: (q, k))\ndef two(q, k, v, scale): return attend(q, k, v, scale)[0]\n"
+    )
+    (found,) = Judge(Runner("two.py")).check(Case(Hkv=1, requires_grad="v")).failures
+    assert found.key == "type:dv" and found.message.endswith("dv is missing")

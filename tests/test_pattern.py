@@ -183,3 +183,19 @@ def test_the_explanation_joins_place_and_factor() -> None:
 def test_a_factor_of_one_explains_nothing() -> None:
     want = torch.linspace(1, 2, 24, dtype=torch.float64).reshape(1, 2, 3, 4)
     assert factor(CASE, "o", want * 1.005, want, torch.ones_like(want, dtype=torch.bool)) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "n", "words"),
+    [
+        ("float32", 0.5001, 40, "got is 0.5001 times want"),  # not within the rounding of float32
+        ("float32", 1 / 8, 40, "got is 0.125 times want: 1/D"),
+        ("bfloat16", 0.1252, 40, "got is 0.1252 times want: 1/D"),
+        ("float32", 1 / 8, 2, ""),  # too few elements
+        ("float32", 0.25, 40, "got is 0.25 times want"),  # 1/G and 1/Lk fit as well as each other
+    ],
+)
+def test_a_factor_is_named_only_where_one_name_fits_many_elements(dtype: str, times: float, n: int, words: str) -> None:
+    case = Case(D=8, Dv=8, Hq=4, Hkv=1, Lk=4, Lq=5, dtype=dtype)
+    want = torch.linspace(1, 2, n, dtype=torch.float64).reshape(1, 1, n, 1)
+    assert factor(case, "o", times * want, want, torch.ones_like(want, dtype=torch.bool)) == words

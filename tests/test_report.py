@@ -11,7 +11,7 @@ import pytest
 
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.found import Campaign, Failure
-from flashproof.fuzz.judge import Verdict
+from flashproof.fuzz.judge import Verdict, reason_of
 from flashproof.fuzz.learn import Count
 from flashproof.fuzz.nearest import Neighbour
 from flashproof.fuzz.region import Region
@@ -90,7 +90,11 @@ def test_the_text_fits_the_width(told: str) -> None:
             {"fresh": False, "reproduced": (2, 3)},
             "fails 2 of 3 times; not in a new process: it depends on earlier calls",
         ),
-        ({"fresh": False, "reproduced": (0, 3)}, "fails 0 of 3 times; a race, or memory that was not initialised"),
+        (
+            {"fresh": False, "reproduced": (0, 3)},
+            "not in a new process: it depends on earlier calls, so the target keeps state",
+        ),
+        ({"fresh": False, "varies": True, "reproduced": (0, 3)}, "new processes answer differently: a race, or memory"),
         ({"fresh": None, "reproduced": (2, 2)}, "fails 2 of 2 times replay"),
         (
             {"preceding": (Case(dtype="bfloat16"),), "fresh": False, "reproduced": (2, 3)},
@@ -244,3 +248,27 @@ def test_the_document_has_the_agreed_fields() -> None:
     assert failure["case"] == CASE.to_json()
     assert failure["replay"] == REPLAY
     assert failure["findings"][0] | {"index": [0, 1, 64, 3], "error": 0.031, "limit": 0.0045} == failure["findings"][0]
+
+
+def test_what_an_unshrunk_failure_is_caused_by_is_told_with_its_cause_and_the_counts_agree() -> None:
+    changed = replace(FAILURE, key="purity:k")
+    more = {"value:o": CASE, "repeat:o": CASE, "value:dv": CASE}
+    campaign = replace(
+        CAMPAIGN, failures=[changed], unshrunk=more, caused=dict.fromkeys(("value:o", "repeat:o"), "purity:k")
+    )
+    told = failures_text(campaign, lambda _: REPLAY)
+    assert "and      2 more, probably caused by it: value:o, repeat:o" in told
+    assert "also     1 more, not shrunk: value:dv" in told
+    assert "FAIL: 4 distinct failures: 1 shown in full, 3 more" in summary(campaign)
+
+
+def test_refusals_outside_the_declared_region_are_told_as_such() -> None:
+    told = summary(replace(CAMPAIGN, declared=Region(), outside=6))
+    assert "8 refused (6 rightly, drawn outside the declared region)" in " ".join(told.split())
+
+
+def test_a_refusal_names_the_field_that_leaves_its_case_out() -> None:
+    key, case = "refusal:no gqa", Case(Hq=2)
+    refused = Failure(key, case, case, Verdict(case, "fail", (Finding("refusal", "no gqa", "refused"),)))
+    assert "Region(gqa=False)" in failure_text(refused)
+    assert [reason_of(f"Refuse: {why}") for why in ("head dim 80 > 64", "float16")] == ["head dim N > N", "float16"]

@@ -52,6 +52,7 @@ LAYERS = (
     ("fuzz.delivery",),
     ("fuzz.fleet", "fuzz.juror", "fuzz.sanitizer"),
     ("fuzz.alternatives", "fuzz.book", "fuzz.buckets", "fuzz.found", "fuzz.ledger", "fuzz.session"),
+    ("fuzz.order",),
     (
         "fuzz.answers",
         "fuzz.characterising",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from flashproof.fuzz.book import Book, Entry
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.engine import hunt
 from flashproof.fuzz.execute import Execution
-from flashproof.fuzz.found import Campaign, Failure
+from flashproof.fuzz.found import Campaign, Failure, Policy
 from flashproof.fuzz.judge import Verdict
-from flashproof.fuzz.study import arranged
+from flashproof.fuzz.order import arranged
+from flashproof.fuzz.study import Study
 from flashproof.oracles.finding import Finding
 
 
@@ -25,7 +27,7 @@ def test_wrong_values_of_outputs_come_before_those_of_gradients() -> None:
 
 
 def test_what_a_second_run_shows_comes_last() -> None:
-    found = order(failure(Case(), "repeat:o"), failure(Case(), "guard:workspace"), failure(Case(Lk=2), "value:dk"))
+    found = order(failure(Case(), "repeat:o"), failure(Case(Lk=2), "value:dk"))
     assert found[0] == ("value:dk", "")
 
 
@@ -91,3 +93,19 @@ def test_what_else_a_leak_breaks_is_told_with_the_same_calls() -> None:
     first, *others = leak().failures
     assert others
     assert all((f.behind, f.preceding) == ("value:o", first.preceding) for f in others)
+
+
+def test_memory_that_was_written_to_comes_before_wrong_values() -> None:
+    for first in ("purity:k", "guard:workspace"):
+        assert order(failure(Case(), "value:o"), failure(Case(Lk=2), first))[0] == (first, "")
+
+
+def test_what_fails_only_where_an_input_is_changed_is_entered_under_its_cause() -> None:
+    found = [Finding(*k.split(":"), "wrong") for k in ("value:o", "purity:k")]
+    book = Book(None)  # type: ignore[arg-type] # asked nothing here
+    for finding in found:
+        entry = Verdict(Case(), "fail", tuple(found))
+        book.found[finding.key] = Entry(entry, entry, 1, frozenset(entry.keys))
+    campaign = Campaign(failures=[failure(Case(), "purity:k")])
+    Study(book, campaign, Policy(), lambda *_, **__: None, lambda: 0.0).rest()
+    assert campaign.caused == {"value:o": "purity:k"}
