@@ -95,6 +95,6 @@ known = Implementation(
         alibi=False,
         sinks=False,
     ),
-    contract="dead_rows=any,nonfinite=any,masked_nonfinite=may_leak",
+    contract="dp_u=2^-8,dp_eta=2^-126,dead_rows=any,nonfinite=any,masked_nonfinite=may_leak",  # dP is stored in bfloat16
     devices=("cpu",),
 )
