@@ -1,4 +1,4 @@
-"""`sink_error` against three ways to compute a sink's weight, every rounding explicit: enough, and too little with a quarter of a unit.
+"""`sink_error` against four ways to compute a sink's weight, every rounding explicit: enough, and too little with a quarter of a unit.
 
 The errors are computed in float64; each operation is off by at most its unit. Units are given one by one, so that each is seen.
 """
@@ -101,7 +101,13 @@ def after(machine: Machine, sink: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return machine.exp2(machine.in_base_2(apart)) - (sink - m - np.log(total))
 
 
-WAYS: tuple[Callable[..., Any], ...] = (among_the_keys, first, after)
+def lagging(machine: Machine, sink: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """As among the keys, in base e, with a maximum that is raised only when it lags by more than the contract's slack."""
+    m = machine.fl(np.maximum(sink, scores.max(-1)) - machine.c.rescale_slack)
+    return machine.exp2(machine.in_base_2(machine.fl(machine.stored(sink) - m))) - (sink - m)
+
+
+WAYS: tuple[Callable[..., Any], ...] = (among_the_keys, first, after, lagging)
 
 
 def greatest(c: Contract, allowed: Contract) -> float:
@@ -117,6 +123,12 @@ def test_no_way_to_compute_a_sink_is_beyond_its_limit_and_a_quarter_of_a_unit_is
     c = replace(Contract(), **NONE | {unit: UNITS[unit]})
     assert greatest(c, c) <= 1 + 4 * UNITS[unit]
     assert greatest(c, replace(c, **{unit: UNITS[unit] / 4})) > 1
+
+
+def test_a_maximum_that_lags_is_allowed_for() -> None:
+    c = replace(Contract(), **NONE | {"u": UNITS["u"], "rescale_slack": 20.0})
+    assert greatest(c, c) <= 1
+    assert greatest(c, replace(c, rescale_slack=5.0)) > 1
 
 
 def test_all_units_together_are_within_the_limit() -> None:
