@@ -162,7 +162,9 @@ def test_two_workers_for_each_revision_tell_the_same_new_from_what_was_there(rep
         document = repository.document()
         found.append(([f["case"] for f in document["failures"]], document["base"]["existing"], document["accepted"]))
         assert set(repository.classes()) == {"new"} and document["base"]["existing"]
-        assert all(f["case"]["Lq"] == 5 and f["case"]["Lk"] <= 20 for f in document["failures"]), "what was there is not new"
+        assert all(f["case"]["Lq"] == 5 and f["case"]["Lk"] <= 20 for f in document["failures"]), (
+            "what was there is not new"
+        )
     assert found[0] == found[1]
 
 
