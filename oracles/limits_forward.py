@@ -182,7 +182,8 @@ def sink_error(r: Reference, c: Contract, T: Array) -> Array:
         2 * c.u * size + 2 * c.u * np.maximum(np.maximum(size, keys), np.abs(r.m)) + 3 * c.u * np.abs(sink - r.keys_m)
     )
     through_lse = c.log_abs + (5 * c.u + c.lse_u) * lse
-    constants = c.constant_u * (size + np.abs(r.m) + lse)
+    # through the lse: log2(e) on the keys' maximum, ln(2) on the lse, log2(e) on what lies between it and the sink
+    constants = c.constant_u * (size + np.maximum(np.abs(r.m), keys + 2 * lse))
     E = rounding + through_lse + constants + c.s_u * size + ((1 + T) * c.exp_u + 5 * c.u * c.rescale_slack)
     return cast(Array, np.minimum(E, UNKNOWN))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import textwrap
 from pathlib import Path
 
 import click
@@ -78,13 +81,58 @@ def test_only_the_main_branch_writes_a_cache():
     assert "TRITON_CACHE_DIR: ${{ runner.temp }}" in ACTION.read_text()
 
 
+def job(name: str) -> str:
+    """The text of one job of the workflow with the lanes."""
+    rest = code(ROOT / "ci/workflows/flashproof.yml").partition(f"\n  {name}:\n")[2]
+    return re.split(r"(?m)^  \w+:$", rest)[0] + "\n"
+
+
+def test_what_is_compiled_without_a_gpu_reaches_the_gpu_lane_as_an_artifact_and_never_as_a_cache():
+    warm, gpu = job("warm"), job("gpu")
+    assert "runs-on: ubuntu-latest" in warm and "environment:" not in warm, "no GPU machine, no reviewer"
+    (line,) = re.findall(r"flashproof warm .*", warm)
+    known = {o for p in flashproof.commands["warm"].params if isinstance(p, click.Option) for o in p.opts}
+    assert {"--arch", "--cache"} <= set(re.findall(r"--[a-z-]+", line)) <= known
+    assert "actions/cache" not in warm + gpu + ACTION.read_text()
+    (left,) = re.findall(r"uses: actions/upload-artifact@\S+\s+with:\n((?: {10}.*\n)+)", warm)
+    (taken,) = re.findall(r"uses: actions/download-artifact@\S+\s+with:\n((?: {10}.*\n)+)", gpu)
+    name, folder = re.findall(r" (name|path): (\S.*)", left.replace("${{ runner.temp }}", "$RUNNER_TEMP"))
+    assert dict(re.findall(r" (\S+): (\S+)", taken.replace("${{ runner.temp }}", "$RUNNER_TEMP"))) == dict(
+        [name, folder]
+    )
+    assert f'--cache "{folder[1]}"' in line
+    assert "run-id" not in gpu and "github-token" not in gpu, "of the same run: no other run's is taken"
+    assert re.search(
+        r"warm: \$\{\{ needs\.warm\.result == 'success' && format\('\{0\}/triton-warm', runner\.temp\)", gpu
+    )
+    assert re.search(r"needs: \[warm\]\n    if: \$\{\{ !cancelled\(\) \}\}", gpu), "it runs where warm failed"
+
+
+def test_the_folder_that_warm_filled_becomes_the_cache_of_the_step(tmp_path):
+    script = textwrap.dedent(ACTION.read_text().partition("      run: |\n")[2].partition("    - name:")[0])
+    for folder in (tmp_path / "bin", tmp_path / "warm", tmp_path / "temp/flashproof/triton"):
+        folder.mkdir(parents=True)
+    (tmp_path / "warm/kernel.cubin").write_text("compiled")
+    (tmp_path / "temp/flashproof/triton/stale.cubin").write_text("of an earlier job")
+    stand_in = tmp_path / "bin/flashproof"
+    stand_in.write_text('#!/bin/sh\nls "$TRITON_CACHE_DIR" 2>/dev/null > seen\nexit 4\n')
+    stand_in.chmod(0o755)
+    given = {"BASE": "", "DEVICE": "cuda", "EXAMPLES": "1", "MAX_SECONDS": "1", "MIN_CASES": "1", "ALLOW_LOST": "false"}
+    temp = {"RUNNER_TEMP": str(tmp_path / "temp"), "TRITON_CACHE_DIR": str(tmp_path / "temp/flashproof/triton")}
+    for warm, seen in (("", ""), (str(tmp_path / "warm"), "kernel.cubin\n")):
+        env = {**given, **temp, "TARGETS": "t.py:f", "WARM": warm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        bash = ["bash", "-e", "-o", "pipefail", "-c", script]  # as GitHub runs it
+        assert subprocess.run(bash, env=env, cwd=tmp_path, check=False).returncode == 4
+        assert (tmp_path / "seen").read_text() == seen
+
+
 def test_the_gate_always_runs_and_wants_every_lane():
     text = code(ROOT / "ci/workflows/flashproof.yml")
     lanes = re.findall(r"(?m)^  (\w+):$", text.partition("\njobs:\n")[2])
-    assert lanes == ["cpu", "gpu", "gate"]
+    assert lanes == ["cpu", "warm", "gpu", "gate"]
     gate = text.partition("\n  gate:\n")[2]
     assert "if: always()" in gate and "needs: [cpu, gpu]" in gate
-    assert all(f'"${lane.upper()}" = success' in gate for lane in lanes[:-1])
+    assert all(f'"${lane.upper()}" = success' in gate for lane in ("cpu", "gpu"))
     assert "environment: gpu" in text
 
 

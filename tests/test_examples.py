@@ -1,5 +1,6 @@
 """The worked examples of docs/bring-your-own.md: the page shows them as they are, each passes, and each is caught with one line broken."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from flashproof.fuzz.found import Policy
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "bring-your-own.md").read_text()
 QUICK = Policy(more=(1, 2), distinct=1, shrink_seconds=1.0, probes=40, again=1)
-EXAMPLES = ("triton_kernel", "raw_pair", "module", "packed_trainer", "transformers_interface", "library_op")
+EXAMPLES = (
+    "triton_kernel",
+    "raw_pair",
+    "fused_qkv",
+    "module",
+    "packed_trainer",
+    "transformers_interface",
+    "library_op",
+)
 SLOW = ("triton_kernel", "library_op")
 """Interpreted, or not to be loaded twice into one process."""
 BROKEN = [
@@ -22,6 +31,9 @@ BROKEN = [
     ("raw_pair", "lse.copy_(m + torch.log2(total))", "lse.copy_(m + torch.log(total))"),
     ("raw_pair", "dk.copy_(", "dk.add_("),
     ("raw_pair", "ds.mT @ q).transpose(1, 2))", "ds.mT @ q)[:, :, :TILE].transpose(1, 2))"),
+    ("fused_qkv", "dq, dk, dv = dqkv.unbind(2)", "dk, dq, dv = dqkv.unbind(2)"),
+    ("fused_qkv", "dq, dk, dv = dqkv.unbind(2)", "dq, dk, dv = dqkv.flatten(2, 3).unflatten(2, (-1, 3)).unbind(3)"),
+    ("fused_qkv", "triu(1)", "triu(2)"),
     ("module", "if self.mask.shape[0] < q.shape[1]:", "if not self.mask.numel():"),
     ("module", "triu(1)", "triu(2)"),
     ("packed_trainer", "tril(kb.shape[1] - qb.shape[1])", "tril(0)"),
@@ -75,8 +87,14 @@ def test_a_broken_line_of_a_slower_example_is_caught(hunted, name, right, wrong)
     assert hunted(broken(name, right, wrong), 300) == Exit.WRONG
 
 
+def table(first):
+    """Names in the first column of the table of the page whose head is `first`, all of them."""
+    rows = [part.partition("\n\n")[0] for part in PAGE.split(f"| {first} |")[1:]]
+    return {name for row in "\n".join(rows).splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+
+
 def test_the_page_names_all_that_may_be_taken_and_declared():
-    declared = set(adapter.target.__kwdefaults__)
-    assert {
-        n for n in {*adapter.FORWARD, *adapter.BACKWARD, *adapter.SIZES, *declared} if f"`{n}`" not in PAGE
-    } == set()
+    assert set(adapter.FORWARD | adapter.BACKWARD) <= table("parameter")
+    assert set(adapter.target.__kwdefaults__) <= table("argument")
+    said = {*adapter.SIZES, *adapter.OUTPUTS, *adapter.GRADIENTS, "made"}
+    assert {n for n in said if f"`{n}`" not in PAGE} == set()

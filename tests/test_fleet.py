@@ -223,3 +223,26 @@ def until(holds: Callable[[], bool], seconds: float) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_two_workers_hunt_keeps_the_count_and_leaves_no_process(tmp_path: Path) -> None:
+    mark = f"FLEET_MARK={tmp_path}"
+    command = [sys.executable, "-m", "flashproof", "fuzz", target("plain"), "--jobs", "2", "--seconds", "300"]
+    command += ["--contract", "may_leak", "--max-len", "24", "--dtype", "float32", "--json", "out.json", "--log", "log"]
+    environment = {**os.environ, "FLEET_MARK": str(tmp_path)}
+    with (tmp_path / "printed").open("wb") as printed:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=printed, stderr=printed, start_new_session=True
+        )
+    logs = [tmp_path / "log.1", tmp_path / "log.2"]
+    try:
+        until(lambda: all(p.exists() and p.read_text().count("\n") > 40 for p in logs), 120)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 4, (tmp_path / "printed").read_text()
+        until(lambda: not family(mark), 5)
+    finally:
+        for pid in family(mark):
+            os.kill(pid, signal.SIGKILL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["stopped"] == "interrupted" and result["cases"] > 0 and not result["failures"]

@@ -76,6 +76,29 @@ def test_a_target_is_an_item_beside_the_users_tests(folder):
     assert "flashproof replay failures/" in done.stdout and "plugin.py" not in done.stdout
 
 
+ADAPTED = """
+    import flashproof
+    from targets import right
+
+    @flashproof.target(layout="blhd", forward_only=True, masked_nonfinite="may_leak")
+    def good(q, k, v, scale):
+        return right(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale).transpose(1, 2)
+
+    @flashproof.target(layout="bhld", forward_only=True, masked_nonfinite="may_leak")
+    def bad(q, k, v, scale):
+        return right(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale).transpose(1, 2)
+"""
+
+
+@pytest.mark.slow
+def test_an_adapted_target_is_an_item_judged_in_the_layout_that_it_declares(folder):
+    (folder / "adapted.py").write_text(textwrap.dedent(ADAPTED))
+    targets = [f"--flashproof-target=adapted.py:{name}" for name in ("good", "bad")]
+    done = pytest_run(folder, *targets, "--flashproof-examples", "6", CI="1")
+    assert done.returncode == 1, done.stdout
+    assert "PASSED flashproof::adapted.py:good" in done.stdout and "FAILED flashproof::adapted.py:bad" in done.stdout
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", ""])
 def test_a_wrong_time_or_number_is_a_usage_error(text):
     for rule in (plugin._seconds, plugin._count):

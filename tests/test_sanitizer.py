@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,6 +78,26 @@ with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             errors += 1
 print(f"========= ERROR SUMMARY: {{errors}} errors", flush=True)
 sys.exit(code if errors else process.returncode)
+"""
+
+TWO_REVISIONS = """#!{python}
+# Runs the command; in the middle of its first case it prints new.txt, or base.txt where the target lies in a checked out revision.
+import json, subprocess, sys
+command = sys.argv[sys.argv.index("--error-exitcode") + 2:]
+root = json.load(open(command[-1]))["runner"]["tree"]["root"]
+revision = "base" if "/flashproof-" in root and root.endswith("/tree") else "new"
+print(revision, file=open("asked.txt", "a"))
+print("{banner}", flush=True)
+errors = 0
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    for line in process.stdout:
+        sys.stdout.write(line)
+        report = open(revision + ".txt").read()
+        if report and line.split()[1:] == ["0", "begin"]:
+            print(report, flush=True)
+            errors = 1
+print(f"========= ERROR SUMMARY: {{errors}} errors", flush=True)
+sys.exit(int(sys.argv[sys.argv.index("--error-exitcode") + 1]) if errors else process.returncode)
 """
 
 
@@ -234,3 +255,40 @@ def test_a_gate_whose_sanitizer_is_absent_or_ends_early_does_not_pass(
     monkeypatch.setattr(sanitizer, "PLACES", ())
     assert gate("--require-device", "cpu") == 4
     assert "compute-sanitizer must be on PATH" in capfd.readouterr().err
+
+
+def committed(folder: Path, *commands: str) -> None:
+    """Run git commands there, as somebody."""
+    who = {f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    for command in commands:
+        subprocess.run(["git", *command.split()], cwd=folder, env=os.environ | who, check=True, capture_output=True)  # noqa: S607
+
+
+@pytest.mark.slow
+def test_what_the_sanitizer_reports_of_the_base_too_is_not_new_and_fails_nothing(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in reports on one case of the change; of the base what the file `base.txt` says."""
+    kernels = Path("scratch")
+    kernels.mkdir()
+    for name in ("fleets.py", "layers.py"):
+        kernels.joinpath(name).write_text((TARGETS / name).read_text())
+    committed(kernels, "init -q -b main", "add -A", "commit -q -m kernels")
+    monkeypatch.chdir(kernels)
+    stand_in.write_text(TWO_REVISIONS.format(python=sys.executable, banner=BANNER))
+    Path("new.txt").write_text(REPORTS["memcheck"])
+    other = REPORTS["memcheck"].replace("stray", "another")
+    told = {}
+    for name, text in {"the same": REPORTS["memcheck"], "another kernel": other}.items():
+        Path("base.txt").write_text(text)
+        code = run(["gate", "fleets.py:plain", "--sanitizer", "memcheck", "--base", "main", "--examples", "3",
+                    "--min-cases", "1", "--max-len", "8", "--dtype", "float32", "--json", "out.json"])  # fmt: skip
+        result = json.loads(Path("out.json").read_text())
+        classes = [(f["findings"][0]["tensor"], f["class"]) for f in result["failures"]]
+        told[name] = (code, classes, [e["finding"] for e in result["base"]["existing"]])
+        assert Path("asked.txt").read_text().split() == ["new", "base"], "the base is asked once, after the change"
+        Path("asked.txt").unlink()
+    assert told == {
+        "the same": (0, [], ["sanitizer:stray"]),
+        "another kernel": (1, [("stray", "new")], []),
+    }

@@ -11,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from flashproof.fuzz.region import Region
+from flashproof.impls import Implementation
+
 
 def to_jax(x):
     x = x.detach().contiguous()
@@ -66,3 +69,32 @@ def attention(query, key, value, attn_mask=None, is_causal=False, scale=None, en
         return o.transpose(0, 2, 1, 3)
 
     return Bridge.apply(f, query, key, value, bias)
+
+
+def without_known(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """`attention` without what is known to fail under jit: float16; D = 1 or one row or key, where bfloat16 aborts or raises."""
+    lengths = query.shape[2], key.shape[2]
+    if query.dtype == torch.float16 or not 2 <= query.shape[-1] <= 128 or min(lengths) < 2:
+        raise NotImplementedError("known")
+    return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+known = Implementation(
+    name="jax_xla",
+    call=without_known,
+    supports=Region(
+        dtypes=("float32", "bfloat16"),
+        head_dims=(2, 3, 5, 8, 16, 17, 32, 33, 48, 64, 80, 96, 127, 128),
+        min_len=2,
+        dv_differs=False,
+        masks=("none", "causal_top_left", "bool", "additive"),
+        softcap=False,
+        dropout=False,
+        lse=False,
+        lse_grad=False,
+        alibi=False,
+        sinks=False,
+    ),
+    contract="dp_u=2^-8,dp_eta=2^-126,dead_rows=any,nonfinite=any,masked_nonfinite=may_leak",  # dP is stored in bfloat16
+    devices=("cpu",),
+)
