@@ -19,6 +19,7 @@ from .binding import DIALECTS
 from .case import Case
 from .characterising import CASES, characterised, fit_lines
 from .commands import JSON, Exit, Options, Stop, flashproof, takes_options
+from .compiling import UNSEEN
 from .generate import drawn
 from .judge import Verdict
 from .learn import Learner, differences, kinds
@@ -188,7 +189,7 @@ def _inspected(session: Session, outcome: Outcome, started: float) -> Inspected:
         _section("region, learnt", region_lines(session, seen.probe))
     seen.compiled = session.runner.compiled.to_json()
     interpreted = "Triton kernels are interpreted, nothing compiled"
-    nothing = interpreted if session.info["interpreted"] else f"nothing compiled on {session.info['device']}"
+    nothing = interpreted if session.info["interpreted"] else UNSEEN
     _section("compiled", [str(session.runner.compiled) or nothing])
     seen.causes = likely(session, [*seen.verdicts, *(seen.probe.wrong if seen.probe else [])])
     if seen.causes:

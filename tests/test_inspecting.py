@@ -1,14 +1,16 @@
 """`inspect` from end to end, on files with a right target and with targets that follow another convention."""
 
 import json
+import sys
 import textwrap
+import types
 
 import pytest
 
 from flashproof.__main__ import run
 from flashproof.fuzz import inspecting
 from flashproof.fuzz.commands import Exit
-from flashproof.fuzz.compiling import Compiled
+from flashproof.fuzz.compiling import XLA_CACHED, XLA_COMPILED, Compiled, Watch
 from flashproof.fuzz.inspecting import declaration
 from flashproof.fuzz.region import Region
 
@@ -162,3 +164,20 @@ def test_what_was_compiled_is_one_line():
 
 def test_a_region_is_declared_by_what_differs_from_the_default():
     assert declaration(Region(dtypes=("bfloat16",), gqa=False)) == "Region(dtypes=('bfloat16',), gqa=False)"
+
+
+def test_what_xla_compiles_is_counted(monkeypatch):
+    heard = {}
+    monitoring = types.SimpleNamespace(
+        register_event_listener=lambda f: heard.update(event=f),
+        register_event_duration_secs_listener=lambda f: heard.update(duration=f),
+    )
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(monitoring=monitoring))
+    watch = Watch()
+    watch.install()
+    heard["duration"](XLA_COMPILED, 0.5, fun_name="f")
+    heard["event"](XLA_CACHED)
+    heard["duration"](XLA_COMPILED, 0.25)
+    heard["duration"]("/jax/core/compile/jaxpr_trace_duration", 9.0)
+    told = watch.taken()
+    assert len(set(told["variants"])) == 2 and told["built"] == 1 and told["seconds"] == 0.75
