@@ -63,6 +63,14 @@ TARGETS = """
         s = s.masked_fill(attn_mask, -1e300)
         return (s.softmax(-1) @ value.repeat_interleave(query.shape[1] // value.shape[1], 1).double()).to(query.dtype)
 
+    def causal_only(query, key, value, is_causal=False, scale=None):
+        if not is_causal:
+            raise NotImplementedError("causal only")
+        return right(query, key, value, True, scale)
+
+    def named(query, key, value, is_causal=False):
+        return {"out": right(query, key, value, is_causal)}
+
     def heads(query, key, value, is_causal=False, enable_gqa=False):
         G = query.shape[1] // key.shape[1]
         return attend(query, key.repeat(1, G, 1, 1), value.repeat(1, G, 1, 1), is_causal, query.shape[-1] ** -0.5)[0]
@@ -117,6 +125,7 @@ def test_a_layout_with_the_heads_inside_is_recognised(here, capsys):
 def test_an_ignored_keyword_is_told(here, capsys):
     code, shown, document = inspected("deaf", capsys)
     assert code == Exit.WRONG and "scale IGNORED" in shown and document["ignored"] == ["scale"]
+    assert "1 keyword ignored" in shown
     assert "FAIL scale: is accepted and ignored" in shown
 
 
@@ -125,6 +134,17 @@ def test_a_target_that_refuses_nearly_everything_is_told_what_to_declare(here, c
     assert code == Exit.BLIND and "Nearly everything was refused. Declare what the target serves" in shown
     assert "says 16 times: NotImplementedError: only bfloat16 with head dim 1" in shown and "supports=Region(" in shown
     assert document["probe"]["statuses"]["refused"] == 16
+
+
+def test_a_causal_only_target_is_probed_and_smoked_where_it_serves(here, capsys):
+    code, shown, document = inspected("causal_only", capsys)
+    assert code == Exit.RIGHT and "scale changes the answer" in shown
+    assert [row["status"] for row in document["smoke"]] == ["pass"] * 5
+
+
+def test_a_result_of_the_wrong_form_is_told_where_keywords_are_probed(here, capsys):
+    _, shown, document = inspected("named", capsys)
+    assert "not probed: the result has the wrong form" in document["keywords"]["is_causal"] and "KeyError" not in shown
 
 
 @pytest.mark.parametrize(
