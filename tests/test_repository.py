@@ -45,6 +45,7 @@ LAYERS = (
     (
         "fuzz.answers",
         "fuzz.characterising",
+        "fuzz.likely",
         "fuzz.listing",
         "fuzz.outcome",
         "fuzz.progress",
