@@ -289,7 +289,7 @@ def region_lines(session: Session, probe: Probe) -> list[str]:
     """The learnt region, how sure it is, and what to declare."""
     s, region = probe.statuses, probe.learner.region
     few = "" if probe.run == probe.planned else f" of {probe.planned} (time is up)"
-    parts = [f"{n} {word}" for word, n in (("right", s["accepted"]), ("wrong", s["wrong"]), ("refused (allowed: it does not serve them)", s["refused"]),
+    parts = [f"{n} {word}" for word, n in (("right", s["accepted"]), ("wrong", s["wrong"]), ("refused, which is allowed", s["refused"]),
              ("inexpressible", s["inexpressible"]), ("lost", s["infrastructure"])) if n]  # fmt: skip
     lines = [f"from {probe.run}{few} small cases: {', '.join(parts)}", short(region)]
     learnt = differences(region, session.region)
