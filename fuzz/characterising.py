@@ -166,9 +166,13 @@ def fit_lines(fitted: Fit) -> list[str]:
     """A fitted contract: the line to paste, what is seen where, what is left."""
     if not fitted.samples:
         return ["no case was answered, so there is nothing to fit"]
-    told = f"from {fitted.samples} cases, the errors of {fitted.measured} measured; beyond a limit: "
-    lines = [told + f"{fitted.beyond[0]} under the default contract, {fitted.beyond[1]} as fitted"]
-    lines.append(f"--contract {fitted.spec}" if fitted.spec else "the default contract fits")
+    told = f"{fitted.samples} cases run; wrong under the default contract: {fitted.beyond[0]}, under the fitted one: "
+    lines = [f"{told}{fitted.beyond[1]}"]
+    lines.append(
+        f"The sizes of errors were compared with a conforming implementation's in {fitted.measured} plain cases."
+    )
+    fits = "the default contract fits" if not fitted.beyond[0] else "no contract fits better than the default one"
+    lines.append(f"--contract {fitted.spec}" if fitted.spec else fits)
     if fitted.preset:
         lines.append(f"--contract {fitted.preset} describes the runs as well")
     lines.append(f"arithmetic: {fitted.arithmetic}")
@@ -176,7 +180,8 @@ def fit_lines(fitted: Fit) -> list[str]:
         lines.append(f"{seen.trait.name}: {seen.trait.words}; to remove it: {seen.trait.code_change}")
         lines += [f"  seen in {n}: {_evidence(seen.evidence[n])}" for n in seen.tensors]
     if fitted.tighter:
-        lines.append(f"may be added, since no case needs what the default allows: {fitted.tighter}")
+        stricter = ",".join(filter(None, [fitted.spec, fitted.tighter]))
+        lines.append(f"optional, for stricter limits (this target rounds less than it may): --contract {stricter}")
     sizes = [
         f"{dtype}: " + ", ".join(f"{n} {after:.2f}" for n, (_, after) in row.items())
         for dtype, row in fitted.sizes.items()

@@ -1,12 +1,14 @@
 """What is compiled while a target runs: which variants, how many of them no cache held, how long it took.
 
-Triton 3.6 to 3.9 is watched where it compiles a variant, torch.compile through dynamo's callbacks. A *variant* is a kernel with
+Triton 3.6 to 3.9 is watched where it compiles a variant, torch.compile through dynamo's callbacks, XLA through jax's monitoring, which
+tells of a compilation when it is over. A *variant* is a kernel with
 one set of constants, types and specialised arguments, met for the first time in a process; it is *built* if no cache on disk had it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 import time
@@ -14,7 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-TRITON, DYNAMO = "triton", "torch.compile"
+TRITON, DYNAMO, XLA = "triton", "torch.compile", "XLA"
+UNSEEN = "none seen by Triton, torch.compile or jax (XLA); what other compilers did is not observed"
+"""What is said where nothing was compiled: no other compiler is watched."""
+XLA_COMPILED, XLA_CACHED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+"""Names of jax's events; the first has a duration, and has the second before it where a cache on disk had the program."""
 
 
 @dataclass
@@ -81,6 +87,9 @@ class Watch:
         if "dynamo" not in self._hooked and "torch._dynamo.callback" in sys.modules:
             self._hooked.add("dynamo")
             _hook_dynamo(self)
+        if "jax" not in self._hooked and "jax" in sys.modules:
+            self._hooked.add("jax")
+            _hook_jax(self)
 
     def begin(self, compiler: str, variant: str) -> None:
         """A compiler begins with a variant."""
@@ -104,6 +113,14 @@ class Watch:
                 self.seconds += time.perf_counter() - self._began
                 self._began = 0.0
                 self.told("")
+
+    def over(self, variant: str, seconds: float, cached: bool) -> None:
+        """A compiler that tells only of ends was done with a variant in so many seconds."""
+        with self._lock:
+            self._variants.append(variant)
+            self._built += not cached
+            if not self._open:  # else the time counts already
+                self.seconds += seconds
 
     def chose(self, kernel: str, config: str) -> None:
         """A tuned kernel was launched with this configuration."""
@@ -171,3 +188,24 @@ def _hook_dynamo(watch: Watch) -> None:
 
     callback_handler.register_start_callback(on_begin)
     callback_handler.register_end_callback(lambda *_: watch.end(DYNAMO))
+
+
+def _hook_jax(watch: Watch) -> None:
+    """Every program that XLA compiles is one variant: jax keeps what it compiled, and compiles a program twice only if it must."""
+    from jax import monitoring
+
+    count, cached = 0, False
+
+    def on_event(event: str, **_: Any) -> None:
+        nonlocal cached
+        cached = cached or event == XLA_CACHED
+
+    def on_duration(event: str, seconds: float, **_: Any) -> None:
+        nonlocal count, cached
+        if event == XLA_COMPILED:
+            count += 1
+            watch.over(f"{XLA} {os.getpid()}.{count}", seconds, cached)
+            cached = False
+
+    monitoring.register_event_listener(on_event)
+    monitoring.register_event_duration_secs_listener(on_duration)

@@ -6,7 +6,7 @@ import shlex
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import click
 
 from ..oracles.fitted import Fit
-from .alternatives import Cause, causes
 from .binding import DIALECTS
 from .case import Case
 from .characterising import CASES, characterised, fit_lines
-from .commands import JSON, Exit, Options, Stop, flashproof, takes_options
+from .commands import JSON, Exit, Options, flashproof, takes_options
+from .compiling import UNSEEN
 from .generate import drawn
 from .judge import Verdict
 from .learn import Learner, differences, kinds
+from .likely import likely
 from .masks import Causal
 from .outcome import FailedCase, Outcome, write_json
 from .region import Region
@@ -176,8 +177,8 @@ def _inspected(session: Session, outcome: Outcome, started: float) -> Inspected:
         outcome.failures.append(FailedCase(Case(), tuple(findings)))
         _say(f"  FAIL {f}" for f in findings)
     click.echo("\ncases")
-    for case in smoke(session):
-        if outcome.accepted + outcome.refused + outcome.lost < SMOKE:
+    for case in smoke(session, _base(session)):
+        if outcome.accepted + outcome.lost < SMOKE:
             seen.verdicts.append(session.judge.check(case, thorough=True))
             told(outcome, seen.verdicts[-1])
     if session.declared is None:
@@ -188,7 +189,7 @@ def _inspected(session: Session, outcome: Outcome, started: float) -> Inspected:
         _section("region, learnt", region_lines(session, seen.probe))
     seen.compiled = session.runner.compiled.to_json()
     interpreted = "Triton kernels are interpreted, nothing compiled"
-    nothing = interpreted if session.info["interpreted"] else f"nothing compiled on {session.info['device']}"
+    nothing = interpreted if session.info["interpreted"] else UNSEEN
     _section("compiled", [str(session.runner.compiled) or nothing])
     seen.causes = likely(session, [*seen.verdicts, *(seen.probe.wrong if seen.probe else [])])
     if seen.causes:
@@ -196,13 +197,29 @@ def _inspected(session: Session, outcome: Outcome, started: float) -> Inspected:
     return seen
 
 
-def smoke(session: Session) -> list[Case]:
-    """Small cases inside the target's region, each with something more in it; SMOKE of those that it can be told are run."""
-    region = session.region
+def _base(session: Session) -> Case:
+    """A small case that the target serves, the simplest first: some serve only causal, 16-bit types or whole tiles."""
+    first = _simplest(session.region)
+    masks, sizes = (first.mask, Causal()), ((first.Lq, first.D), (128, 64))
+    tries = [first.but(mask=mask, dtype=dtype, Lq=L, Lk=L, D=D, Dv=D)
+             for L, D in sizes for dtype in dict.fromkeys((first.dtype, *session.region.dtypes)) for mask in masks]  # fmt: skip
+    for case in tries:
+        if not session.region.refuses(case) and session.runner.run(case).status not in ("refused", "inexpressible"):
+            return case
+    return first
+
+
+def _simplest(region: Region) -> Case:
+    """The simplest case of a region."""
     D = region.head_dims[0] if region.head_dims else min(16, region.max_head_dim)
     L = max(16, region.min_len)
     grads = "qkv" if region.backward else ""
-    base = Case(dtype=region.dtypes[0], Hq=2, Hkv=2, D=D, Dv=D, Lq=L, Lk=L, requires_grad=grads)
+    return Case(dtype=region.dtypes[0], Hq=2, Hkv=2, D=D, Dv=D, Lq=L, Lk=L, requires_grad=grads)
+
+
+def smoke(session: Session, base: Case) -> list[Case]:
+    """Cases like one that is served, each with something more in it; they are run until SMOKE of them were answered."""
+    region, L = session.region, base.Lq
     align = DIALECTS[session.info["dialect"]].align if session.info["dialect"] in DIALECTS else "top_left"
     tries = (
         base,
@@ -232,11 +249,14 @@ def told(outcome: Outcome, verdict: Verdict, path: Path | None = None) -> None:
 
 def counts(outcome: Outcome) -> str:
     """How many cases there were, and what became of them."""
+    ignored = sum(f.oracle == "ignored-keyword" for failed in outcome.failures for f in failed.findings)
+    wrong = sum(any(f.oracle != "ignored-keyword" for f in failed.findings) for failed in outcome.failures)
     parts = [
         f"{outcome.cases} case{'s' * (outcome.cases != 1)}",
-        f"{len(outcome.failures)} wrong",
-        f"{max(0, outcome.accepted - len(outcome.failures))} right",
+        f"{wrong} wrong",
+        f"{max(0, outcome.accepted - wrong)} right",
     ]
+    parts += [f"{ignored} keyword{'s' * (ignored != 1)} ignored"] * bool(ignored)
     parts += [
         f"{n} {word}"
         for n, word in ((outcome.refused, "refused"), (outcome.inexpressible, "inexpressible"), (outcome.lost, "lost"))
@@ -269,7 +289,7 @@ def region_lines(session: Session, probe: Probe) -> list[str]:
     """The learnt region, how sure it is, and what to declare."""
     s, region = probe.statuses, probe.learner.region
     few = "" if probe.run == probe.planned else f" of {probe.planned} (time is up)"
-    parts = [f"{n} {word}" for word, n in (("right", s["accepted"]), ("wrong", s["wrong"]), ("refused", s["refused"]),
+    parts = [f"{n} {word}" for word, n in (("right", s["accepted"]), ("wrong", s["wrong"]), ("refused, which is allowed", s["refused"]),
              ("inexpressible", s["inexpressible"]), ("lost", s["infrastructure"])) if n]  # fmt: skip
     lines = [f"from {probe.run}{few} small cases: {', '.join(parts)}", short(region)]
     learnt = differences(region, session.region)
@@ -305,52 +325,6 @@ def declaration(region: Region) -> str:
     """Python that makes the region: what differs from the default."""
     changed = [(f.name, getattr(region, f.name)) for f in fields(Region) if getattr(region, f.name) != f.default]
     return f"Region({', '.join(f'{name}={value!r}' for name, value in changed)})"
-
-
-def likely(session: Session, verdicts: Sequence[Verdict]) -> list[str]:
-    """What would make failing cases right: another dialect, another convention, a wider contract."""
-    failing = [v for v in verdicts if v.status == "fail"]
-    if not failing:
-        return []
-    other = _other_dialect(session, verdicts)
-    if other:
-        return [other]
-    found: list[Cause] = causes(session.judge, failing)
-    best = [c for c in found if c.explained == found[0].explained] if found else []
-    lines = [f"{c} ({c.explained} of {c.of} failing cases)" for c in best[:2]]
-    deviations = Counter(str(v.deviations[0]) for v in failing if v.deviations)
-    lines += [f"{text} ({n} of {len(failing)} failing cases)" for text, n in deviations.most_common(2) if not lines]
-    raised = Counter(f"{f.tensor}: {f.message}" for v in failing for f in v.failures if f.oracle == "exception")
-    lines += [f"raises {text} ({n} of {len(failing)} failing cases)" for text, n in raised.most_common(1) if not lines]
-    return lines
-
-
-def _other_dialect(session: Session, verdicts: Sequence[Verdict]) -> str:
-    """Whether unmasked cases, all of them wrong as bound, are right in a dialect with the heads elsewhere."""
-    plain = [v for v in verdicts if v.case.mask == Case().mask and not v.case.bias and v.status in ("pass", "fail")]
-    trial = [v.case for v in plain if v.case.Lq > 1][:3]
-    own = DIALECTS.get(session.info["dialect"])
-    if own is None or not trial or any(v.status == "pass" for v in plain if v.case in trial):
-        return ""
-    for name, dialect in DIALECTS.items():
-        if (
-            name in ("sdpa", "flash_attn")
-            and dialect.heads_inside != own.heads_inside
-            and _passes(session, name, trial)
-        ):
-            layout = "(B, L, H, D)" if dialect.heads_inside else "(B, H, L, D)"
-            corner = dialect.align.replace("_", "-")
-            return f"right if the layout were {layout}: use --dialect {name} (it aligns causal {corner})"
-    return ""
-
-
-def _passes(session: Session, dialect: str, trial: Sequence[Case]) -> bool:
-    """Whether the cases are right in another dialect."""
-    try:
-        with opened(session.target, replace(session.options, dialect=dialect, log=None)) as other:
-            return all(other.judge.check(c, explain=False).status == "pass" for c in trial)
-    except Stop:
-        return False
 
 
 def _fitted(session: Session) -> Fit:

@@ -11,13 +11,14 @@ from torch import Tensor
 from ..oracles.finding import Finding
 from ..oracles.invariants import Watched, bits
 from .case import Case
-from .dialects import DIALECTS, Binding, Inexpressible, call
+from .dialects import DIALECTS, Binding, Inexpressible, answer
 from .masks import Causal, Packed, Random, Window
 from .tensors import build
 
-BASES = tuple(Case(B=1, Hq=2, Hkv=2, Lq=L, Lk=L, D=D, Dv=D, dtype=dtype, requires_grad="")
+BASES = tuple(Case(B=1, Hq=2, Hkv=2, Lq=L, Lk=L, D=D, Dv=D, dtype=dtype, requires_grad="", mask=mask)
+              for mask in (Case().mask, Causal())
               for dtype in ("float32", "float16", "bfloat16") for L, D in ((4, 8), (16, 16), (128, 64)))  # fmt: skip
-"""Tried in this order until the target serves one: some serve no float32, some no small tiles."""
+"""Tried in this order until the target serves one: some serve no float32, some no small tiles, some only causal."""
 CHANGES: dict[str, dict[str, Any]] = {
     "causal": {"mask": Causal()},
     "window": {"mask": Window(1, 1)},
@@ -47,6 +48,9 @@ def probe_keywords(
             continue
         if plain is None:
             rows[name] = f"not probed: {why}"
+            continue
+        if base.but(**change) == base:
+            rows[name] = "not probed: every case that is served has it"
             continue
         rows[name] = _effect(binding, fn, base.but(**change), plain, device)
         if rows[name] == IGNORED:
@@ -95,15 +99,25 @@ def _served(binding: Binding, fn: Callable[..., Any], device: str) -> tuple[Case
         try:
             return base, _output(binding, fn, base, device), ""
         except (Exception, SystemExit) as e:  # noqa: BLE001 (the target may raise anything; whether it should is for the fuzzer to judge)
-            reasons.append(f"{type(e).__name__}: {e}")
+            reasons.append(str(e) if isinstance(e, Malformed) else f"{type(e).__name__}: {e}")
     return BASES[0], None, reasons[0]
+
+
+class Malformed(Exception):
+    """A result that is not of the form that the dialect promises."""
+
+    def __str__(self) -> str:
+        return f"the result has the wrong form: {self.args[0]}"
 
 
 def _output(binding: Binding, fn: Callable[..., Any], case: Case, device: str) -> Tensor:
     """The output; torch's global state is put back, so that the first case sees the target change it."""
     seed_generators(case.seed, device)
     inputs = build(case, device)
-    return Watched(lambda: call(binding, fn, inputs), random=True)()["o"].clone()
+    result = Watched(lambda: answer(binding, fn, inputs), random=True)()
+    if "o" not in result.outputs:
+        raise Malformed(result.findings[0] if result.findings else "there is no o")
+    return result.outputs["o"].clone()
 
 
 def seed_generators(seed: int, device: str) -> None:
@@ -116,7 +130,7 @@ def seed_generators(seed: int, device: str) -> None:
 def _effect(binding: Binding, fn: Callable[..., Any], case: Case, plain: Tensor, device: str) -> str:
     try:
         changed = _output(binding, fn, case, device)
-    except Inexpressible as e:
+    except (Inexpressible, Malformed) as e:
         return f"not probed: {e}"
     except (Exception, SystemExit) as e:  # noqa: BLE001 (as above)
         return f"not probed: {type(e).__name__}: {e}"

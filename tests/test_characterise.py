@@ -83,6 +83,10 @@ def test_a_conforming_implementation_needs_no_trait(what, dtype):
 def test_a_trait_is_seen_in_the_tensors_that_it_reaches():
     found = fitted(PLANTED["dS from the rounded P"][0])
     assert set(found.traits[0].tensors) == {"dq", "dk", "dbias"}
+
+
+@pytest.mark.nightly
+def test_a_rounded_normaliser_is_seen_in_lse_alone():
     assert set(fitted(Arithmetic(l_rounded=True)).traits[0].tensors) == {"lse"}
 
 
@@ -122,9 +126,14 @@ def test_every_trait_is_a_contract_and_changes_something():
 def test_what_the_default_allows_and_nothing_needs_may_be_taken_back():
     found = fitted(Arithmetic(p_dtype=torch.float32, ds_dtype=torch.float32))
     assert names(found) == [] and found.tighter.startswith("p_u=0,p_eta=2^-126,ds_u=0,ds_eta=2^-126,gqa_u=0")
+
+
+@pytest.mark.nightly
+def test_what_is_needed_is_not_taken_back():
     assert "p_u" not in fitted(Arithmetic()).tighter and "gqa_u=0" in fitted(Arithmetic()).tighter
 
 
+@pytest.mark.nightly
 def test_a_preset_that_says_the_same_is_named():
     assert fitted(Arithmetic(ds_scaled=True), "float16", "cuda").preset == "cudnn"
 

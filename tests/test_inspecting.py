@@ -1,14 +1,16 @@
 """`inspect` from end to end, on files with a right target and with targets that follow another convention."""
 
 import json
+import sys
 import textwrap
+import types
 
 import pytest
 
 from flashproof.__main__ import run
 from flashproof.fuzz import inspecting
 from flashproof.fuzz.commands import Exit
-from flashproof.fuzz.compiling import Compiled
+from flashproof.fuzz.compiling import XLA_CACHED, XLA_COMPILED, Compiled, Watch
 from flashproof.fuzz.inspecting import declaration
 from flashproof.fuzz.region import Region
 
@@ -60,6 +62,14 @@ TARGETS = """
         s = query.double() @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).double().mT * query.shape[-1] ** -0.5
         s = s.masked_fill(attn_mask, -1e300)
         return (s.softmax(-1) @ value.repeat_interleave(query.shape[1] // value.shape[1], 1).double()).to(query.dtype)
+
+    def causal_only(query, key, value, is_causal=False, scale=None):
+        if not is_causal:
+            raise NotImplementedError("causal only")
+        return right(query, key, value, True, scale)
+
+    def named(query, key, value, is_causal=False):
+        return {"out": right(query, key, value, is_causal)}
 
     def heads(query, key, value, is_causal=False, enable_gqa=False):
         G = query.shape[1] // key.shape[1]
@@ -115,6 +125,7 @@ def test_a_layout_with_the_heads_inside_is_recognised(here, capsys):
 def test_an_ignored_keyword_is_told(here, capsys):
     code, shown, document = inspected("deaf", capsys)
     assert code == Exit.WRONG and "scale IGNORED" in shown and document["ignored"] == ["scale"]
+    assert "1 keyword ignored" in shown
     assert "FAIL scale: is accepted and ignored" in shown
 
 
@@ -123,6 +134,17 @@ def test_a_target_that_refuses_nearly_everything_is_told_what_to_declare(here, c
     assert code == Exit.BLIND and "Nearly everything was refused. Declare what the target serves" in shown
     assert "says 16 times: NotImplementedError: only bfloat16 with head dim 1" in shown and "supports=Region(" in shown
     assert document["probe"]["statuses"]["refused"] == 16
+
+
+def test_a_causal_only_target_is_probed_and_smoked_where_it_serves(here, capsys):
+    code, shown, document = inspected("causal_only", capsys)
+    assert code == Exit.RIGHT and "scale changes the answer" in shown
+    assert [row["status"] for row in document["smoke"]] == ["pass"] * 5
+
+
+def test_a_result_of_the_wrong_form_is_told_where_keywords_are_probed(here, capsys):
+    _, shown, document = inspected("named", capsys)
+    assert "not probed: the result has the wrong form" in document["keywords"]["is_causal"] and "KeyError" not in shown
 
 
 @pytest.mark.parametrize(
@@ -162,3 +184,20 @@ def test_what_was_compiled_is_one_line():
 
 def test_a_region_is_declared_by_what_differs_from_the_default():
     assert declaration(Region(dtypes=("bfloat16",), gqa=False)) == "Region(dtypes=('bfloat16',), gqa=False)"
+
+
+def test_what_xla_compiles_is_counted(monkeypatch):
+    heard = {}
+    monitoring = types.SimpleNamespace(
+        register_event_listener=lambda f: heard.update(event=f),
+        register_event_duration_secs_listener=lambda f: heard.update(duration=f),
+    )
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(monitoring=monitoring))
+    watch = Watch()
+    watch.install()
+    heard["duration"](XLA_COMPILED, 0.5, fun_name="f")
+    heard["event"](XLA_CACHED)
+    heard["duration"](XLA_COMPILED, 0.25)
+    heard["duration"]("/jax/core/compile/jaxpr_trace_duration", 9.0)
+    told = watch.taken()
+    assert len(set(told["variants"])) == 2 and told["built"] == 1 and told["seconds"] == 0.75

@@ -56,6 +56,7 @@ LAYERS = (
     (
         "fuzz.answers",
         "fuzz.characterising",
+        "fuzz.likely",
         "fuzz.listing",
         "fuzz.outcome",
         "fuzz.progress",
