@@ -67,7 +67,7 @@ def inspect(target: str, options: Options, characterise: bool, json_file: Path |
         outcome.session = session
         if session.info["device"] == "cpu" and not options.in_process:
             session.runner.deadline = DEADLINE  # type: ignore[union-attr]
-        _say(header(session))
+        _say(header(session, whole=True))
         seen = _inspected(session, outcome, started)
         fitted = _fitted(session) if characterise else None
         _section("next", seen.next_steps(session, fitted))

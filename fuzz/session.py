@@ -126,15 +126,17 @@ def narrowed(region: Region, declared: Region | None, options: Options) -> Regio
     return region
 
 
-def header(session: Session) -> list[str]:
-    """The first lines of every command: dialect, keywords, region, contract, device, versions."""
+def header(session: Session, *, whole: bool = False) -> list[str]:
+    """The first lines of every command: dialect, keywords, region, contract, device, versions; `whole`: what it lacks too."""
     info, versions = session.info, dict(session.info["environment"])
     device, system = versions.pop("device", ""), versions.pop("system", "")
     interpreted = "; Triton kernels run in the interpreter" if info.get("interpreted") else ""
-    lse = "" if info["returns_lse"] else "; it returns no lse, so lse and gradients through it are not judged"
+    lacks = f"; lacks {_names(info['unbound'])}"
+    no = "; it returns no lse, so lse and gradients through it are not judged" if whole else "; no lse is returned"
+    lse = "" if info["returns_lse"] else no
     rows = (
         ("target", session.target + (f": {info['summary']}" if info.get("summary") else "")),
-        ("dialect", f"{info['dialect']}; keywords {_names(info['bound'])}; lacks {_names(info['unbound'])}{lse}"),
+        ("dialect", f"{info['dialect']}; keywords {_names(info['bound'])}{lacks if whole else ''}{lse}"),
         (
             "region",
             f"declared: {short(session.declared).replace('all masks', 'any mask that it takes')}"

@@ -97,7 +97,7 @@ def told(here, name):
     ("name", "sentence"),
     [
         ("forgets", "lse: the target must return o, lse, got a dict of o"),
-        ("overpromises", "call: refused a case inside the declared region: NotImplementedError: grouped heads"),
+        ("overpromises", "grouped heads: refused a case inside the declared region"),
         ("writes", "k: input changed at [0, 0, 0, 0]"),
         ("view", "o: shares the storage of v: writing to one changes the other"),
         ("stateful", "the target keeps state between calls"),

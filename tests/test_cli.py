@@ -118,7 +118,6 @@ def test_the_first_lines_say_what_was_understood(here, capsys):
     for word in (
         "sdpa",
         "keywords is_causal, scale",
-        "lacks attn_mask",
         "none declared",
         "contract default; dead rows give zeros; NaN in masked keys may leak",
         "cpu",

@@ -107,7 +107,7 @@ def inspected(name, capsys, *options):
 def test_a_right_target_is_told_what_to_run_next(here, capsys):
     code, shown, document = inspected("right", capsys)
     assert code == Exit.RIGHT and shown.count(" pass ") == 5
-    assert "from 16 small cases: 16 right" in shown
+    assert "from 16 small cases: 16 right" in shown and "lacks attn_mask" in shown
     assert (
         "flashproof fuzz t.py:right --contract may_leak --dtype float32 --seconds 60" in shown
         and "--characterise" in shown
