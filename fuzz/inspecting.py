@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .commands import JSON, Exit, Options, flashproof, takes_options
 from .compiling import UNSEEN
 from .generate import drawn
 from .judge import Verdict
-from .learn import Learner, differences, kinds
+from .learn import Learner, declaration, differences, kinds
 from .likely import likely
 from .masks import Causal
 from .outcome import FailedCase, Outcome, write_json
@@ -319,12 +319,6 @@ def _served(probe: Probe, region: Region) -> Region:
             smaller = kind.without(region)
             region = smaller if smaller.dtypes and smaller.masks else region
     return region
-
-
-def declaration(region: Region) -> str:
-    """Python that makes the region: what differs from the default."""
-    changed = [(f.name, getattr(region, f.name)) for f in fields(Region) if getattr(region, f.name) != f.default]
-    return f"Region({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
 
 def _fitted(session: Session) -> Fit:

@@ -7,7 +7,7 @@ accepted and explains most of the refusals that nothing explains yet comes first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -206,6 +206,12 @@ def differences(region: Region, base: Region = Region()) -> list[str]:  # noqa: 
     if region.max_len != base.max_len:
         out.append(f"lengths up to {region.max_len}")
     return out
+
+
+def declaration(region: Region) -> str:
+    """Python that makes the region: what differs from the default."""
+    changed = [(f.name, getattr(region, f.name)) for f in fields(Region) if getattr(region, f.name) != f.default]
+    return f"Region({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
 
 def _few(values: Iterable[Any]) -> str:

@@ -11,6 +11,8 @@ from .binding import DIALECTS
 from .case import Case
 from .commands import Stop
 from .judge import Verdict
+from .learn import declaration, kinds
+from .region import Region
 from .session import Session, opened
 
 
@@ -28,13 +30,28 @@ def likely(session: Session, verdicts: Sequence[Verdict]) -> list[str]:
     deviations = Counter(str(v.deviations[0]) for v in failing if v.deviations)
     most = [(text, n) for text, n in deviations.most_common(2) if 2 * n > len(failing)]
     lines += [f"{text} ({n} of {len(failing)} failing cases)" for text, n in most if not lines]
-    raised = Counter(f"{f.tensor}: {f.message}" for v in failing for f in v.failures if f.oracle == "exception")
-    lines += [f"raises {text} ({n} of {len(failing)} failing cases)" for text, n in raised.most_common(1) if not lines]
-    few = [(str(c), c.explained, c.of) for c in found[:1]] + [
-        (t, n, len(failing)) for t, n in deviations.most_common(1)
-    ]
+    lines += raising(verdicts) if not lines else []
+    errors = Counter(f"raises {f.tensor}" for v in failing for f in v.failures if f.oracle == "exception")
+    few = [(str(c), c.explained, c.of) for c in found[:1]]
+    few += [(text, n, len(failing)) for text, n in [*deviations.most_common(1), *errors.most_common(1)]]
     unsure = "no single cause explains most failures; --characterise tries several together. The best explains"
-    return lines or [f"{unsure} {n} of {of}: {text}" for text, n, of in few[:1]]
+    return lines or [f"{unsure} {n} of {of}: {text}" for text, n, of in sorted(few, key=lambda c: -c[1])[:1]]
+
+
+def raising(verdicts: Sequence[Verdict]) -> list[str]:
+    """The kind of case in which a target raises, and in no other, so that a refusal is missing; else its commonest error."""
+    failing = [v for v in verdicts if v.status == "fail"]
+    raised = {v.case: f for v in failing for f in v.failures if f.oracle == "exception"}
+    errors = Counter(f.tensor for f in raised.values())
+    answered = [v.case for v in verdicts if v.status in ("pass", "fail") and v.case not in raised]
+    for error, n in errors.items():
+        cases = [c for c, f in raised.items() if f.tensor == error]
+        for kind in kinds():
+            if n > 1 and all(map(kind.has, cases)) and not any(map(kind.has, answered)):
+                lost = declaration(kind.without(Region()))
+                return [f"raises {error} in each case with {kind.name} ({n}): refuse them, and declare {lost}"]
+    common = [(f"raises {error}", n) for error, n in errors.most_common(1) if 2 * n > len(failing)]
+    return [f"{text} ({n} of {len(failing)} failing cases)" for text, n in common]
 
 
 def _other_dialect(session: Session, verdicts: Sequence[Verdict]) -> str:

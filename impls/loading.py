@@ -204,7 +204,9 @@ def _importing(target: str, load_module: Callable[[], ModuleType]) -> ModuleType
         return load_module()
     except (Exception, SystemExit) as e:  # noqa: BLE001 (the target's own code runs here, it may raise anything)
         hint = "; name it package.module:attr" if "relative import" in str(e) else ""
-        raise TargetError(f"target {target} failed to import: {type(e).__name__}: {e}{hint}", own_frames(e)) from None
+        declared = _harness(traceback.extract_tb(e.__traceback__)[-1].filename)  # ours: the sentence says all
+        text, frames = (str(e), "") if declared else (f"{type(e).__name__}: {e}{hint}", own_frames(e))
+        raise TargetError(f"target {target} failed to import: {text}", frames) from None
 
 
 def is_operator(call: object) -> bool:

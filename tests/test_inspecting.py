@@ -11,7 +11,7 @@ from flashproof.__main__ import run
 from flashproof.fuzz import inspecting
 from flashproof.fuzz.commands import Exit
 from flashproof.fuzz.compiling import XLA_CACHED, XLA_COMPILED, Compiled, Watch
-from flashproof.fuzz.inspecting import declaration
+from flashproof.fuzz.learn import declaration
 from flashproof.fuzz.region import Region
 
 TARGETS = """
@@ -52,6 +52,11 @@ TARGETS = """
 
     def bottom(query, key, value, is_causal=False):
         return attend(query, key, value, is_causal, query.shape[-1] ** -0.5, key.shape[2] - query.shape[2])[0]
+
+    def narrow(query, key, value, is_causal=False):
+        if query.shape[2] != key.shape[2]:
+            raise RuntimeError(f"no broadcast of {query.shape[2]} to {key.shape[2]}")
+        return right(query, key, value, is_causal)
 
     def unscaled(query, key, value, is_causal=False):
         return attend(query, key, value, is_causal, 1.0)[0]
@@ -160,6 +165,13 @@ def test_a_result_of_the_wrong_form_is_told_where_keywords_are_probed(here, caps
 def test_the_convention_that_a_wrong_target_follows_is_named(here, capsys, name, said):
     code, shown, _ = inspected(name, capsys)
     assert code == Exit.WRONG and said in shown
+
+
+def test_an_error_that_one_kind_of_case_meets_is_told_with_the_region_that_leaves_it_out(here, capsys):
+    code, said, _ = inspected("narrow", capsys)
+    assert code == Exit.WRONG
+    assert "raises RuntimeError in each case with Lq other than Lk" in said
+    assert "refuse them, and declare Region(lq_differs=False)" in said
 
 
 def test_the_probe_stops_when_its_time_is_up(here, capsys, monkeypatch):
