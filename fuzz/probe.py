@@ -55,7 +55,8 @@ def probe_keywords(
         rows[name] = _effect(binding, fn, base.but(**change), plain, device)
         if rows[name] == IGNORED:
             message = f"is accepted and ignored: {_said(change)} does not change the answer"
-            findings.append(Finding("ignored-keyword", name, message, details={"case": base.but(**change).to_json()}))
+            details = {"case": base.but(**change).to_json(), "base": base.to_json()}
+            findings.append(Finding("ignored-keyword", name, message, details=details))
     if plain is not None:
         for name, effect, finding in _boundaries(binding, fn, base, device):
             rows[name] = effect
@@ -90,6 +91,10 @@ def _compared(binding: Binding, fn: Callable[..., Any], before: Case, after: Cas
 
 
 IGNORED = "ignored"
+STALE = (
+    "changes nothing after a call of the same shape without it, though it does in a new process: the target keeps state"
+)
+"""Of a keyword that only seems ignored: an earlier call decides."""
 
 
 def _served(binding: Binding, fn: Callable[..., Any], device: str) -> tuple[Case, Tensor | None, str]:

@@ -40,6 +40,18 @@ def as_sequence(case: Case, fails: Fails, budget: Budget = RUNS) -> Case | None:
     return None
 
 
+def after_another(case: Case, fails: Fails) -> tuple[Case, ...]:
+    """A case that differs in one thing of the same shape, after which `case` fails in a new process: a cache keyed too narrowly.
+
+    A call sequence does not show it, since the call that fills the cache is the right one there. Empty where none does it.
+    """
+    for sequence in SEQUENCES[1:]:
+        other = case.but(sequence=sequence).varied().but(sequence="")
+        if other != case and fails([other, case]):
+            return (other,)
+    return ()
+
+
 def together(case: Case, before: Sequence[Case], fails: Fails, budget: Budget = RUNS) -> tuple[Case, tuple[Case, ...]]:
     """The case made simpler, and the cases before it with the same sizes wherever they had those of the case."""
 

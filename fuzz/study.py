@@ -19,7 +19,7 @@ from .nearest import neighbours
 from .order import arranged, promising
 from .pattern import explain
 from .shrink import FEW_FAILING, WITHIN_BUCKET, Budget, BudgetSpentError, Shrinker
-from .stateful import as_sequence, preceding, together
+from .stateful import after_another, as_sequence, preceding, together
 from .tensors import MAX_ORACLE_BYTES, build, oracle_bytes
 
 PLAIN_ORACLES = frozenset(
@@ -256,7 +256,8 @@ class Study:
         sequence = as_sequence(case, fails)
         if sequence is not None:
             return self._again_as(failure, sequence, ())
-        before = preceding(case, self.book.before(case), fails, clock=self.clock)
+        before = after_another(case, fails)
+        before = before or preceding(case, self.book.before(case), fails, clock=self.clock)
         if not before:
             return failure
         smaller, before = together(case, before, fails)

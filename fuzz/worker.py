@@ -9,16 +9,20 @@ import signal
 import tempfile
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self
+
+import torch
 
 from ..impls.loading import TargetError
 from ..oracles.finding import Finding
 from . import wire
-from .case import Case
+from .case import Case, case_from_json
 from .compiling import Compiled
 from .execute import DeviceAbsent, Execution
 from .nursery import OUT_OF_MEMORY, START_SECONDS, STILL_ALIVE, WorkerError, last_lines, nursery
+from .probe import STALE
 from .rooted import Tree
 
 DEADLINE = 60.0
@@ -112,7 +116,22 @@ class Worker:
             self._drop()
             reason = "took too long" if isinstance(e, wire.Late) else "the process died"
             return dict.fromkeys(self.info["bound"], f"not probed: {reason}"), []
-        return message["rows"], [Finding.from_json(f) for f in message["findings"]]
+        rows, findings = message["rows"], [Finding.from_json(f) for f in message["findings"]]
+        stale = {f.tensor: replace(f, message=STALE) for f in findings if self._heeded(f)}
+        return rows | dict.fromkeys(stale, STALE), [stale.get(f.tensor, f) for f in findings]
+
+    def _heeded(self, finding: Finding) -> bool:
+        """Whether new processes answer the case otherwise than the one it was compared with, so that calls before it matter."""
+        with_keyword = self._alone(finding.details["case"])
+        without = self._alone(finding.details.get("against") or finding.details["base"])
+        return with_keyword is not None and without is not None and not torch.equal(with_keyword, without)
+
+    def _alone(self, case: object) -> torch.Tensor | None:
+        """o of a case, given as JSON, that is the first of a new process; None where it has no answer."""
+        self.restart()
+        o = self.run(case_from_json(case)).outputs.get("o")
+        self.restart()
+        return o
 
     def _known_good(self) -> str:
         """What a fresh child gets wrong of a computation with a known result; empty when it is right."""

@@ -66,6 +66,12 @@ MISBEHAVING = """
         CALLS.append(1)
         return attend(q, k, v, scale)[0] * (1 + (len(CALLS) > 3))
 
+    KEPT = {}
+
+    @flashproof.target
+    def keyed(q, k, v, scale):
+        return attend(q, k, v, KEPT.setdefault(q.shape, scale))[0]
+
     @flashproof.target
     def right(q, k, v, scale):
         return attend(q, k, v, scale)[0]
@@ -83,9 +89,9 @@ WORDS = ("--examples", "30", "--max-len", "8", "--contract", "may_leak")
 QUICK = Policy(more=(1, 2), distinct=1, shrink_seconds=2.0, probes=60, again=1)
 
 
-def told(here, name):
+def told(here, name, *more):
     """The exit code and the text of a hunt in a process of its own."""
-    words = ["fuzz", f"t.py:{name}", *WORDS]
+    words = ["fuzz", f"t.py:{name}", *WORDS, *more]
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-m", "flashproof", *words], cwd=here, env=env, capture_output=True, text=True, check=False
@@ -115,6 +121,14 @@ def test_a_misbehaving_adapter_is_told_in_one_sentence_and_its_failure_is_kept(
 def test_the_command_says_it_too(here):
     code, text = told(here, "forgets")
     assert code == Exit.WRONG and "FAIL: 1 distinct failure (exit 1)" in text
+
+
+def test_a_cache_keyed_too_narrowly_shrinks_to_one_call_before_another(here):
+    code, text = told(here, "keyed", "--examples", "400")
+    assert code == Exit.WRONG
+    assert "scale: changes nothing after a call of the same shape without it" in text and "is accepted" not in text
+    assert "before float32, B = Hq = Lq = Lk = D = 1; scale" in text
+    assert "in a new process only after the case above: the target keeps state between calls" in text
 
 
 def test_a_declaration_that_is_wrong_is_a_usage_error(here, capsys):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.shrink import Budget
-from flashproof.fuzz.stateful import as_sequence, preceding, together
+from flashproof.fuzz.stateful import after_another, as_sequence, preceding, together
 
 CASE = Case(Lq=4, requires_grad="")
 BEFORE = [Case(Lq=2, Lk=n, D=3, dtype="bfloat16" if n == 9 else "float32", seed=n) for n in range(1, 21)]
@@ -71,3 +71,12 @@ def test_cases_before_shrink_together_with_the_case() -> None:
 
     case, before = together(Case(Lk=9, D=3), [Case(Lk=9, D=3, dtype="bfloat16")], fails)
     assert (case, before) == (Case(Lk=2, requires_grad=""), (Case(Lk=2, dtype="bfloat16"),))
+
+
+def test_a_cache_that_the_first_call_fills_is_shown_by_one_call_before() -> None:
+    def fails(run: Sequence[Case]) -> bool:
+        first, last = run[0], run[-1]
+        return first.resolved_scale != last.resolved_scale and (first.Lq, first.D) == (last.Lq, last.D)
+
+    assert after_another(CASE, fails) == (CASE.but(scale=0.5),)
+    assert after_another(CASE, lambda _: False) == ()
