@@ -31,7 +31,7 @@ MASK_FORMS = ("flags", "bool", "additive")
 """flags: the dialect's own keywords where it has them, dense otherwise; bool, additive: always a dense tensor."""
 MASK_FILLS = ("-inf", "min", "-1e4")
 """What an additive mask holds where attention is forbidden; min is finfo(dtype).min. Only -inf forbids exactly."""
-SEQUENCES = ("", "repeat", "scale", "mask", "layout", "values")
+SEQUENCES = ("", "repeat", "scale", "mask", "layout", "values", "refill")
 """Calls before the judged one: A, then A with this changed, then A again."""
 BIAS = ("", "normal", "large", "negative")
 ALIBI = ("", "standard", "batch", "negative", "zero", "large")
@@ -126,7 +126,7 @@ class Case:
         return replace(self, **changes)
 
     def varied(self) -> Case:
-        """The case of the middle call of a call sequence A, B, A: same shapes, one thing changed."""
+        """The case of the other call of a call sequence A, B, A (refill: B, A): same shapes, one thing changed."""
         match self.sequence:
             case "scale":
                 return self.but(scale=0.5 * self.resolved_scale if self.resolved_scale else 1.0)
@@ -136,7 +136,7 @@ class Case:
             case "layout":
                 other = "blhd" if self.layout_q == "contiguous" else "contiguous"
                 return self.but(layout_q=other, layout_k=other, layout_v=other, layout_do=other)
-            case "values":
+            case "values" | "refill":
                 return self.but(seed=self.seed + 1)
         return self
 

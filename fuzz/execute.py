@@ -205,7 +205,10 @@ class Runner:
             install(self.configs)
 
     def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:
-        first = self._once(inputs, out) if inputs.case.sequence else None
+        refills = inputs.case.sequence == "refill"
+        if refills:
+            self._refill(inputs, out)
+        first = self._once(inputs, out) if inputs.case.sequence and not refills else None
         if first is not None:
             self._disturb(inputs.case.varied(), out)
         out.outputs = self._once(inputs, out)
@@ -217,6 +220,21 @@ class Runner:
             out.findings += same_bits("repeat", "the same call twice", out.outputs, self._once(inputs, out))
         if exact and self.interpreted and not inputs.case.mode:
             out.exact = self._exact(inputs, out)
+
+    def _refill(self, inputs: Inputs, out: Execution) -> None:
+        """A call with other values in the memory of the inputs, which then hold their own again: a cache by address is stale."""
+        other = build(inputs.case.varied().but(sequence=""), self.device, guards=inputs.guards)
+        for mine, others in zip(inputs.blocks, other.blocks, strict=False):
+            if mine.storage.shape == others.storage.shape:
+                mine.storage.copy_(others.storage)
+        try:
+            self._once(inputs, out)
+        except _Stopped as stopped:
+            if not isinstance(stopped.error, (*REFUSALS, *self.implementation.refuses, Inexpressible)):
+                raise
+        finally:
+            for mine in inputs.blocks:
+                mine.storage.copy_(mine.pristine)
 
     def _disturb(self, case: Case, out: Execution) -> None:
         """The middle call of a sequence; a case that it cannot say or refuses disturbs nothing."""

@@ -135,7 +135,24 @@ class Script:
         before = [c for case in self.record.preceding for c in steps(case)]
         *earlier, last = [*before, *steps(self.case)]
         lines = [f"call({self.arguments(case)})" for case in earlier]
-        return [*lines, f"got = call({self.arguments(last)})"]
+        given = self.arguments(last)
+        if self.case.sequence == "refill":
+            lines += self.refilled(given)
+        return [*lines, f"got = call({given})"]
+
+    def refilled(self, given: str) -> list[str]:
+        """Lines that call the target with other values in the memory of q, k and v, and put theirs back."""
+        same = ", ".join(given.split(", ")[:3])
+        inputs = build(self.case.varied().but(sequence=""), "cpu", guards=False)
+        others = ", ".join(self.given(n, inputs) for n in ("q", "k", "v"))
+        return [
+            f"same, kept = ({same}), [x.clone() for x in ({same})]",
+            f"for x, y in zip(same, ({others})):",
+            "    x.copy_(y)  # other values at the same address",
+            f"call({given})",
+            "for x, y in zip(same, kept):",
+            "    x.copy_(y)",
+        ]
 
     def arguments(self, case: Case, leave_out: str = "") -> str:
         """The arguments of one call, after the lines that define them."""
@@ -314,7 +331,9 @@ def from_file(place: str, attr: str) -> list[str]:
 def steps(case: Case) -> list[Case]:
     """The calls of a case: A, then A with one thing changed, then A, for a call sequence; else A."""
     plain = case.but(sequence="")
-    return [plain, case.varied().but(sequence=""), plain] if case.sequence else [plain]
+    if case.sequence in ("", "refill"):
+        return [plain]
+    return [plain, case.varied().but(sequence=""), plain]
 
 
 def script(record: Record, binding: Binding, kind: type[Script] = Script) -> str:

@@ -224,10 +224,13 @@ class Study:
         failure = replace(failure, reproduced=(seen + fresh, times + 1), fresh=fresh)
         failure = replace(failure, verdict=verdict) if fresh and not times else failure  # with the full deadline
         failure = failure if fresh else replace(failure, varies=_differ(verdict, self._run([case])))
-        if fresh or seen < times:
-            return _sometimes(failure) if seen < times else failure
-        self.leak = self._with_calls_before(failure)
-        return self.leak
+        if fresh or failure.varies:
+            return _sometimes(failure)
+        led = self._with_calls_before(failure)
+        if led is failure and seen < times:
+            return _sometimes(failure)
+        self.leak = led
+        return led
 
     def _confirmed_hang(self, failure: Failure) -> Failure:
         """The failure after another, longer wait in a new process; with the first case where the smaller one is only slow."""

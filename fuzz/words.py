@@ -25,6 +25,7 @@ from .masks import (
 _SEQUENCE = {
     "repeat": "called three times", "scale": "called before with another scale", "mask": "called before with another mask",
     "layout": "called before with another layout", "values": "called before with other values",
+    "refill": "called before with other values in the same memory",
 }  # fmt: skip
 _LAYOUT = {
     "blhd": "stored (B, L, H, D)", "packed": "a slice of packed q, k, v", "chunk": "a slice of a larger tensor",

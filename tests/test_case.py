@@ -114,7 +114,7 @@ def test_what_is_no_case_gets_one_clear_sentence(data, message):
         case_from_json(data)
 
 
-@pytest.mark.parametrize("sequence", ["scale", "mask", "layout", "values"])
+@pytest.mark.parametrize("sequence", ["scale", "mask", "layout", "values", "refill"])
 @given(case=cases(without=["sequence"]))
 def test_the_middle_call_of_a_sequence_differs_and_has_the_same_shapes(sequence, case):
     middle = case.but(sequence=sequence).varied()

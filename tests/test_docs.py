@@ -21,6 +21,7 @@ from flashproof.fuzz.commands import Exit
 from flashproof.fuzz.dialects import DIALECTS
 from flashproof.fuzz.listing import ORACLES
 from flashproof.impls import load_registry
+from flashproof.impls.planted import KINDS
 from flashproof.oracles.contract import PRESETS, Contract
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,8 @@ def quoted(page: str) -> set[str]:
         ("cases.md", [n for n in (*case.SEQUENCES, *case.BIAS) if n]),
         ("targets.md", DIALECTS),
         ("targets.md", [n for d in DIALECTS.values() for names in d.keywords.values() for n in names]),
-        ("targets.md", load_registry()),
+        ("targets.md", [name for name in load_registry() if not name.startswith("planted_")]),
+        ("teeth.md", KINDS),
         ("oracles.md", ORACLES),
         ("targets.md", PRESETS),
         ("limits.md targets.md", [f.name for f in fields(Contract) if f.name not in ("io", "spec")]),

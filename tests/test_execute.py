@@ -110,9 +110,23 @@ def test_a_call_sequence_judges_the_last_call() -> None:
     assert torch.equal(plain.outputs["o"], after.outputs["o"])
 
 
-@pytest.mark.parametrize("sequence", ["repeat", "scale", "mask", "layout", "values"])
+@pytest.mark.parametrize("sequence", ["repeat", "scale", "mask", "layout", "values", "refill"])
 def test_every_call_sequence_is_clean_on_a_right_target(sequence: str) -> None:
     assert runner("right.py:sdpa").run(SMALL.but(sequence=sequence, mask=Causal())).findings == []
+
+
+def test_other_values_in_the_same_memory_show_a_cache_by_address() -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def fn(query, key, value, attn_mask=None):  # type: ignore[no-untyped-def]
+        return (query @ kept.setdefault(key.data_ptr(), key.detach().clone()).mT).softmax(-1) @ value
+
+    runner, case = Runner(fn), Case(Lk=3, requires_grad="")
+    right = runner.run(case)
+    kept.clear()
+    stale = runner.run(case.but(sequence="refill"))
+    assert stale.status == "ok" and stale.findings == []
+    assert not torch.equal(stale.outputs["o"], right.outputs["o"])
 
 
 def test_a_refused_call_between_disturbs_nothing() -> None:

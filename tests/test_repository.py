@@ -78,7 +78,7 @@ LONG_FILES: dict[str, str] = {}
 
 EXECUTES = {
     "oracles/interpreter_launch.py": {"exec"},  # a kernel is interpreted by compiling its own rewritten source
-    "impls/planted_edits.py": {"exec"},  # a planted bug is our own source with one edit
+    "impls/planted/edits.py": {"exec"},  # a planted bug is our own source with one edit
 }
 
 

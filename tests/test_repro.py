@@ -51,6 +51,12 @@ TARGETS = """
         calls += 1
         return sdpa(query, key, value, is_causal=is_causal, scale=scale) * (1.5 if calls == 3 else 1)
 
+    kept = {}
+
+    def by_address(query, key, value, is_causal=False, scale=None):
+        key = kept.setdefault(key.data_ptr(), key.detach().clone()) + 0 * key
+        return sdpa(query, key, value, is_causal=is_causal, scale=scale)
+
     def raising(query, key, value, attn_mask=None):
         raise RuntimeError("no kernel image")
 
@@ -198,6 +204,14 @@ def test_a_call_sequence_is_made_in_full(place):
     finding = found(load(place, "wrong"), case.but(sequence=""), recognise(load(place, "wrong")))
     text = written(place, "third_call_wrong", case, finding)
     assert "scale=0.5" in text and ran(text) == 1
+
+
+def test_other_values_are_written_to_the_same_memory_first(place):
+    case = Case(Lk=3, sequence="refill")
+    finding = found(load(place, "wrong"), case.but(sequence=""), recognise(load(place, "wrong")))
+    text = written(place, "by_address", case, finding)
+    assert "other values at the same address" in text and ran(text) == 1
+    assert ran(text.replace("module.by_address", "module.right")) == 0
 
 
 def test_an_exception_of_the_target_ends_the_script(place):

@@ -8,11 +8,11 @@ import traceback
 
 import click
 
-from .ci import bisect, gate, warm
+from .ci import bisect, gate, teeth, warm
 from .fuzz import cli, reshrink
 from .fuzz.commands import Exit, Stop, flashproof
 
-MODULES = (cli, reshrink, gate, bisect, warm)
+MODULES = (cli, reshrink, gate, bisect, warm, teeth)
 """Importing them registered their commands."""
 
 

@@ -16,6 +16,9 @@ from typing import Any
 Edit = tuple[str, str]
 PARTS: dict[str, tuple[str, ...]] = {
     "blockwise": ("blockwise",),
+    "textbook": ("textbook",),
+    "packed_loop": ("packed_loop",),
+    "split_keys": ("split_keys",),
     "triton_flash": ("triton_scores", "triton_forward", "triton_backward", "triton_flash"),
 }
 """The modules of an implementation, each after those it imports; the last one holds the function of that name."""
@@ -37,7 +40,7 @@ def edited(part: str, edits: tuple[Edit, ...], name: str) -> Callable[..., Any]:
             text = text.replace(f"from .{other} import", f"from .{other}__{name} import")
         made = _execute(
             f"{module}__{name}",
-            text.replace("from . import register", f"from .{__name__.rpartition('.')[2]} import register"),
+            text.replace("from . import register", "from .planted.edits import register"),
         )
     call: Callable[..., Any] = getattr(made, whole(part))
     return call
@@ -49,7 +52,7 @@ def register(**_declared: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _source(module: str) -> str:
-    return (Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    return (Path(__file__).parents[1] / f"{module}.py").read_text(encoding="utf-8")
 
 
 def _replace(text: str, edits: tuple[Edit, ...], name: str) -> str:
@@ -64,8 +67,9 @@ def _replace(text: str, edits: tuple[Edit, ...], name: str) -> str:
 
 def _execute(name: str, text: str) -> ModuleType:
     """The module made of a text, importable by its name; its lines are kept for tracebacks and for inspect."""
-    made = ModuleType(f"{__package__}.{name}")
-    made.__package__, made.__file__ = __package__, f"<{name}>"
+    package = __package__.rpartition(".")[0]
+    made = ModuleType(f"{package}.{name}")
+    made.__package__, made.__file__ = package, f"<{name}>"
     linecache.cache[made.__file__] = (len(text), None, text.splitlines(keepends=True), made.__file__)
     sys.modules[made.__name__] = made
     exec(compile(text, made.__file__, "exec"), made.__dict__)  # noqa: S102 - our own source with one edit
