@@ -29,8 +29,8 @@ from ..impls.planted import KINDS, PLANTED, Planted
 
 SECONDS = 30.0
 """A bug that no case of this long a hunt shows has survived."""
-SHRINK = 30.0
-"""For all that is done about what a hunt found."""
+SHRINK = Policy(distinct=4, shrink_seconds=60.0)
+"""What is done about what a hunt found: a bug has one cause, so a few of its failures will do."""
 QUICK_ROWS = 2
 """Rows of each kind that --quick hunts."""
 SIZES_OF_NOTE = sorted({0, *range(1, 9), *(n for edges in EDGES.values() for n in edges)})
@@ -107,7 +107,7 @@ def hunted(name: str, kind: str, seconds: float, seed: int) -> Hunted:
             probes = probed(session)
             campaign = hunt(
                 session.judge, session.region, seconds=seconds, seed=seed, on_event=on_event,
-                policy=Policy(shrink_seconds=SHRINK),
+                policy=SHRINK,
             )  # fmt: skip
     except Stop as e:
         return Hunted(name, kind, trouble=str(e), whole=time.monotonic() - began)

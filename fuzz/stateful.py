@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .case import SEQUENCES, SIZES, Case
+from .case import LAYOUTS, SEQUENCES, SIZES, Case
 from .shrink import Budget, BudgetSpentError, changed, shrink
 
 Fails = Callable[[Sequence[Case]], bool]
 """Whether, in a new process, the last of these cases fails after the others ran."""
 RUNS = Budget(probes=60, seconds=60.0)
 """A run here starts a process, which costs seconds."""
+REPEATS = (1, 2, 3, 4, 8)
+"""How often the case itself is run before: what counts calls fails at one of the next."""
 
 
 class _Counted:
@@ -45,8 +47,10 @@ def after_another(case: Case, fails: Fails) -> tuple[Case, ...]:
 
     A call sequence does not show it, since the call that fills the cache is the right one there. Empty where none does it.
     """
-    for sequence in SEQUENCES[1:]:
-        other = case.but(sequence=sequence).varied().but(sequence="")
+    plain = case.but(sequence="")
+    others = [case.but(sequence=name).varied().but(sequence="") for name in SEQUENCES[1:]]
+    others += [plain.but(layout_q=rule, layout_k=rule, layout_v=rule, layout_do=rule) for rule in LAYOUTS]
+    for other in dict.fromkeys(others):
         if other != case and fails([other, case]):
             return (other,)
     return ()
@@ -80,8 +84,8 @@ def preceding(
 
 
 def _suffix(case: Case, before: Sequence[Case], fails: Fails) -> list[Case]:
-    """The case itself once before, else the shortest of the last 1, 2, 4, ... cases that leads to the failure."""
-    tails = [[case], *(list(before[-n:]) for n in _doubling(len(before)))]
+    """The case itself a few times before, else the shortest of the last 1, 2, 4, ... cases that leads to the failure."""
+    tails = [*([case] * n for n in REPEATS), *(list(before[-n:]) for n in _doubling(len(before)))]
     return next((tail for tail in tails if fails([*tail, case])), [])
 
 

@@ -50,8 +50,8 @@ def test_processes_are_started_sparingly() -> None:
         asked.append(run)
         return after_bfloat16(run)
 
-    found = preceding(CASE, BEFORE, fails, Budget(probes=9, seconds=60))
-    assert len(asked) <= 9
+    found = preceding(CASE, BEFORE, fails, Budget(probes=13, seconds=60))
+    assert len(asked) <= 13
     assert after_bfloat16([*found, CASE])
 
 
@@ -80,3 +80,8 @@ def test_a_cache_that_the_first_call_fills_is_shown_by_one_call_before() -> None
 
     assert after_another(CASE, fails) == (CASE.but(scale=0.5),)
     assert after_another(CASE, lambda _: False) == ()
+
+
+def test_what_counts_calls_is_shown_by_calls_of_the_case_itself() -> None:
+    found = preceding(CASE, BEFORE, lambda run: len(run) > 3)
+    assert found == (CASE, CASE, CASE)

@@ -135,7 +135,7 @@ ROWS = (
             ("from dataclasses import dataclass\n", "from dataclasses import dataclass, replace\n"),
             ("s, tanh = _scores(p, r.q,", "s, tanh = _scores(replace(p, hidden=None if r.i.start else p.hidden), r.q,"),
         ),
-        "value", "dv", Case(Lq=65, Lk=66, mask=Causal(), requires_grad="v"),
+        "value", "dv", Case(Lq=66, mask=Causal("bottom_right"), requires_grad="v"),
         covers=("fa2-bwd-tail-second-block",),
     ),
     Planted(
@@ -160,15 +160,6 @@ ROWS = (
         covers=("ck-bwd-seqq-zero",),
     ),
     Planted(
-        "narrow_delta",
-        "delta is computed in the dtype of the output",
-        "a preprocessing kernel that stores its result in 16 bits",
-        "16-bit tensors",
-        "blockwise",
-        (("delta = (wdo * o).sum(-1, keepdim=True)", "delta = (do * o).sum(-1, keepdim=True).to(wdo.dtype)"),),
-        "value", "dq", Case(dtype="bfloat16", requires_grad="q"),
-    ),
-    Planted(
         "lse_gradient_sign",
         "the gradient through lse is subtracted",
         "delta - dlse and delta + dlse differ by a convention",
@@ -184,7 +175,7 @@ ROWS = (
         "more than one query tile",
         "blockwise",
         ((ROWS_OF, "    safe = safe if p.Lq <= p.Br else safe.roll(p.Br, 2)\n" + ROWS_OF),),
-        "value", "dv", Case(Lq=65, Lk=2, requires_grad="v"),
+        "value", "dv", Case(Lq=65, requires_grad="v"),
         covers=("fa4-wrong-lse-row",),
     ),
     Planted(
@@ -204,7 +195,7 @@ ROWS = (
         "blockwise",
         (("part += p.heads(ds).sum_to_size(part.shape)",
           "part += p.heads(ds)[:, :part.shape[1]].sum_to_size(part.shape)"),),
-        "value", "dbias", Case(Hq=2, Lk=2, bias="normal", requires_grad="b"),
+        "value", "dbias", Case(Hq=2, Hkv=2, Lk=2, bias="normal", requires_grad="b"),
     ),
     Planted(
         "bias_gradient_capped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...fuzz.masks import Causal
+from ...fuzz.masks import Causal, Window
 from .row import FORWARD, Planted
 
 O_ROWS = "        o[:, :, i] = p.heads(acc / l.masked_fill(l == 0, 1.0))\n"
@@ -73,7 +73,7 @@ ROWS = (
         "more than one key tile, the largest score of a row in the last one",
         "blockwise",
         (("acc = torch.baddbmm(acc * decay,", "acc = torch.baddbmm(acc * (decay if j.stop < p.Lk else 1.0),"),),
-        "value", "o", FORWARD.but(Lk=17),
+        "value", "o", FORWARD.but(Lq=2, Lk=17, D=2, seed=6),
     ),
     Planted(
         "sum_rescale",
@@ -82,7 +82,7 @@ ROWS = (
         "more than one key tile, the largest score of a row not in the first one",
         "blockwise",
         (("l = l * decay + prob.sum(-1, keepdim=True)", "l = l + prob.sum(-1, keepdim=True)"),),
-        "value", "o", FORWARD.but(Lk=17),
+        "value", "o", FORWARD.but(Lk=19, D=2, seed=1),
     ),
     Planted(
         "one_tile_sum",
@@ -118,7 +118,7 @@ ROWS = (
         "a tile without keys for a row, then one whose scores are below about -88",
         "blockwise",
         (("            m = m_new\n", "            m = m_safe\n"),),
-        "nonfinite", "o", FORWARD.but(Lk=17),
+        "value", "o", FORWARD.but(Lq=2, Lk=17, mask=Window(0, 0, "bottom_right"), data="large", seed=1),
     ),
     Planted(
         "lse_without_sum",
@@ -177,7 +177,7 @@ ROWS = (
             ("prob = torch.exp(s - m_safe)", "prob = torch.exp2((s - m_safe) * 1.4427)"),
             ("decay = torch.exp(m - m_safe)", "decay = torch.exp2((m - m_safe) * 1.4427)"),
         ),
-        "value", "o", FORWARD.but(Lk=2),
+        "value", "o", FORWARD.but(dtype="float64", Lk=2),
     ),
     Planted(
         "nan_in_masked_value",
@@ -186,7 +186,7 @@ ROWS = (
         "NaN in a value that no query may see",
         "textbook",
         (("wk, wv = wk.where(seen, 0.0), wv.where(seen, 0.0)", "wk = wk.where(seen, 0.0)"),),
-        "nonfinite", "o", FORWARD.but(Lk=2, mask=Causal()),
+        "nonfinite", "o", FORWARD.but(Lk=2, mask=Causal(), data="nonfinite_masked"),
         covers=("fa3-nan-padding", "vllm-rocm-v-padding", "vllm-v-blocks-outside-window", "vllm-paged-nan"),
     ),
     Planted(
@@ -200,7 +200,7 @@ ROWS = (
             ("s = s if keep is None else s.masked_fill(~keep, -math.inf)",
              "s = s if keep is None else s + torch.zeros(keep.shape).masked_fill(~keep, -math.inf)"),
         ),
-        "nonfinite", "o", FORWARD.but(Lk=2, mask=Causal()),
+        "nonfinite", "o", FORWARD.but(Lk=2, mask=Causal(), data="nonfinite_masked"),
         covers=("wan2gp-nan-plus-ninf",),
     ),
     Planted(
@@ -210,7 +210,7 @@ ROWS = (
         "NaN in q",
         "textbook",
         ((").view(B, Hq, Lq, v.shape[3]).to(q.dtype)", ").view(B, Hq, Lq, v.shape[3]).nan_to_num().to(q.dtype)"),),
-        "nonfinite", "o", FORWARD.but(data="nonfinite"),
+        "nonfinite", "o", FORWARD.but(data="nonfinite", seed=1),
         covers=("pt-cpu-flash-nan-query",),
     ),
     Planted(
@@ -233,7 +233,7 @@ ROWS = (
             ("m = m.masked_fill(m == -math.inf, 0.0).detach()", "m = m.detach()"),
             ("torch.exp(lse.masked_fill(empty, 0.0) - m).masked_fill(empty, 0.0)", "torch.exp(lse - m)"),
         ),
-        "dead-row", "o", FORWARD.but(Lq=2, mask=Causal("bottom_right")),
+        "dead-row", "o", FORWARD.but(Lk=0),
         covers=("flashinfer-merge-empty", "vllm-merge-both-empty"),
     ),
     Planted(
@@ -271,8 +271,8 @@ ROWS = (
         "xformers: a block of bias -inf in Triton split-K",
         "a split without an allowed key",
         "split_keys",
-        (("    s = s.masked_fill(empty, 0.0)\n", ""),),
-        "value", "o", FORWARD.but(Lk=17, mask=Causal()),
+        (("    s = s.masked_fill(empty, 0.0)\n    p = torch.softmax(s, -1).masked_fill(empty, 0.0)\n", "    p = torch.softmax(s, -1)\n"),),
+        "nonfinite", "o", FORWARD.but(Lk=17, mask=Causal()),
         covers=("xf-splitk-bias-nan",),
     ),
     Planted(

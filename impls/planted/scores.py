@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...fuzz.masks import Causal, Packed, Window
+from ...fuzz.masks import BlockSparse, Causal, Window
 from .row import FORWARD, Planted
 
 HIDDEN = "hidden = None if mask is None or mask == Full() else ~mask.dense(B, Hq, Lq, k.shape[2], q.device)"
@@ -107,7 +107,7 @@ ROWS = (
         "blockwise",
         (("    if p.hidden is not None:\n        s = s.masked_fill(_part(p.hidden, i, j), -math.inf)",
           "    if p.hidden is not None:\n        s = s.masked_fill(_part(p.hidden[:, :1], i, j), -math.inf)"),),
-        "value", "o", FORWARD.but(Hq=2, Hkv=2),
+        "dead-row", "o", FORWARD.but(Hq=2, Hkv=2, Lq=3, mask=BlockSparse(1, 1, 50, axes="hqk")),
     ),
     Planted(
         "dead_row_mean",
@@ -184,7 +184,7 @@ ROWS = (
         "a window with a bound on the left",
         "packed_loop",
         (("(distance >= -left)", "(distance > -left)"),),
-        "value", "o", FORWARD.but(Lk=2, mask=Window(1, 0, "bottom_right")),
+        "value", "o", FORWARD.but(mask=Window(0, -1)),
     ),
     Planted(
         "window_of_the_length",
@@ -193,7 +193,7 @@ ROWS = (
         "a window at least as long as the keys",
         "packed_loop",
         (("    left, right = window\n", "    left, right = window if window[0] < Lk - 1 else (-1, -1)\n"),),
-        "value", "o", FORWARD.but(Lq=2, Lk=2, mask=Window(1, 0, "bottom_right")),
+        "value", "o", FORWARD.but(Lq=2, Lk=2, mask=Window(1, 0)),
         covers=("fa-window-equals-len",),
     ),
     Planted(
@@ -203,7 +203,7 @@ ROWS = (
         "a mask and more than 128 keys",
         "packed_loop",
         (("distance = torch.arange(Lk, device=device) -", "distance = torch.arange(Lk, device=device).to(torch.int8) -"),),
-        "value", "o", FORWARD.but(Lk=129, mask=Window(1, 0, "bottom_right")),
+        "value", "o", FORWARD.but(Lq=2, Lk=129, mask=Causal("bottom_right")),
         covers=("mlx-int16-mask", "flashinfer-mask-u32"),
     ),
     Planted(
@@ -213,7 +213,7 @@ ROWS = (
         "packed sequences, not the last one",
         "packed_loop",
         (("slice(starts_k[b], starts_k[b + 1])", "slice(starts_k[b], starts_k[b + 1] + 1)"),),
-        "value", "o", FORWARD.but(Lq=2, Lk=2, mask=Packed((1, 1), (1, 1))),
+        "value", "o", FORWARD.but(B=2),
         covers=("flex-jagged-leak",),
     ),
     Planted(

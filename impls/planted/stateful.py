@@ -78,7 +78,7 @@ ROWS = (
             ),
             (PROBLEM, KEEP),
         ),
-        "value", "lse", FORWARD.but(Lq=2, Hq=2, Hkv=2), before=(FORWARD.but(Lq=2, Hq=2, Hkv=2, layout_q="blhd"),),
+        "nonfinite", "o", FORWARD.but(Lq=2), before=(FORWARD.but(Lq=2, layout_q="packed"),),
         covers=("graph-key-strides", "fa-layout-fuzz"),
     ),
     Planted(
@@ -103,7 +103,7 @@ ROWS = (
             ("dropout_keep(self.seed,", "dropout_keep(KEPT.setdefault((self.B, self.Hq, self.Lq, self.Lk), self.seed),"),
             (PROBLEM, KEEP),
         ),
-        "value", "o", FORWARD.but(dropout=0.5), before=(FORWARD.but(dropout=0.5, seed=1),),
+        "value", "o", FORWARD.but(Lk=2, dropout=0.5, seed=1), before=(FORWARD.but(Lk=2, dropout=0.5),),
         covers=("rocm-dropout-seed-race",),
     ),
     Planted(
@@ -117,7 +117,7 @@ ROWS = (
             (RETURN, "    o = o * o_scale\n" + RETURN),
             (PROBLEM, KEEP),
         ),
-        "repeat", "o", FORWARD,
+        "value", "o", FORWARD,
         covers=("autotune-masks-bugs",),
     ),
     Planted(
@@ -174,7 +174,7 @@ ROWS = (
             (APPLY, "    if bias is not None and hidden is not None and bias.shape == hidden.shape:\n"
                     "        bias.data.masked_fill_(hidden, -1e4)\n" + APPLY),
         ),
-        "purity", "bias", FORWARD.but(Lk=2, mask=Causal(), bias="normal"),
+        "purity", "bias", FORWARD.but(Lq=2, mask=Causal("bottom_right"), bias="normal"),
     ),
     Planted(
         "values_in_place",
@@ -183,6 +183,6 @@ ROWS = (
         "NaN in v",
         "textbook",
         ((WIDE_TEXTBOOK, "    v.data.nan_to_num_()\n" + WIDE_TEXTBOOK),),
-        "purity", "v", FORWARD.but(data="nonfinite"),
+        "purity", "v", FORWARD.but(data="nonfinite", seed=1),
     ),
 )  # fmt: skip

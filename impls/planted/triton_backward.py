@@ -82,7 +82,7 @@ ROWS = (
         "several query heads for a key head",
         "triton_backward",
         (("tl.store(DELTA + line, delta, mask=in_row)", "tl.store(DELTA + line, delta, mask=in_row & (g == 0))"),),
-        "memory", "DELTA", Case(Hq=2, requires_grad="q"),
+        "memory", "DELTA", Case(Hq=2, requires_grad="k"),
         covers=("fa4-missing-pdl-wait", "tilelang-lse-padding"),
     ),
     Planted(
@@ -92,7 +92,7 @@ ROWS = (
         "more query heads in a group than a tile holds",
         "triton_backward",
         (("for g0 in tl.range(0, G, BLOCK_M // ROWS):", "for g0 in tl.range(0, 1, BLOCK_M // ROWS):"),),
-        "value", "dv", Case(Hq=2, Lq=33, requires_grad="v"),
+        "value", "dv", Case(Hq=5, Lq=9, requires_grad="v"),
     ),
     Planted(
         "dlse_row",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...fuzz.masks import Causal, Window
+from ...fuzz.masks import Causal, Padding, Window
 from .row import FORWARD, Planted
 
 O_STORE = "acc.to(O.dtype.element_ty), mask=in_row[:, None] & in_dv)"
@@ -108,7 +108,7 @@ ROWS = (
         "k and q laid out differently",
         "triton_flash",
         (("k, *at[1], v, *at[2], o, lse, problem.mask,", "k, *at[0], v, *at[2], o, lse, problem.mask,"),),
-        "value", "o", FORWARD.but(Hq=2, Hkv=2, Lk=2),
+        "value", "o", FORWARD.but(B=2, Lk=2),
     ),
     Planted(
         "lse_head_stride",
@@ -127,7 +127,7 @@ ROWS = (
         "an offset beyond 127",
         "triton_forward",
         (("at_j[None, :] * k_strides[2]\n", "(at_j[None, :] * k_strides[2]).to(tl.int8)\n"),),
-        "memory", "K", FORWARD.but(Lk=129),
+        "memory", "K", FORWARD.but(Lk=3, D=64),
         covers=("pt-memeff-65537", "sglang-seqused-int32"),
     ),
     Planted(
@@ -137,7 +137,7 @@ ROWS = (
         "two key tiles, the largest score of a row in the last one",
         "triton_forward",
         (("v, acc * decay[:, None],", "v, acc * tl.where(tl.max(j, 0) < Lk, decay, 1.0)[:, None],"),),
-        "value", "o", FORWARD.but(Lk=65),
+        "value", "o", FORWARD.but(Lk=65, seed=3),
     ),
     Planted(
         "stale_maximum",
@@ -146,7 +146,7 @@ ROWS = (
         "two key tiles, the later one with scores far lower, or wholly masked",
         "triton_forward",
         (("m_new = tl.maximum(m, tl.max(s, 1))", "m_new = tl.max(s, 1)"),),
-        "value", "o", FORWARD.but(Lk=65),
+        "nonfinite", "lse", FORWARD.but(Lk=65, mask=Padding((1,))),
     ),
     Planted(
         "maximum_of_minus_10000",
@@ -155,7 +155,7 @@ ROWS = (
         "a row whose scores are all below about -10100",
         "triton_forward",
         (('m = tl.full([BLOCK_M], float("-inf"), tl.float32)', "m = tl.full([BLOCK_M], -10000.0, tl.float32)"),),
-        "dead-row", "lse", FORWARD.but(Lq=2, mask=Causal("bottom_right")),
+        "dead-row", "lse", FORWARD.but(Lk=0),
     ),
     Planted(
         "window_start",
@@ -183,7 +183,7 @@ ROWS = (
         "several key heads, and groups of more heads than a tile takes",
         "triton_forward",
         (("hk = (tl.program_id(1) // head_tiles).to(tl.int64)", "hk = (tl.program_id(1) % (Hq // G)).to(tl.int64)"),),
-        "memory", "o", FORWARD.but(Hq=4, Hkv=2, Lq=33),
+        "memory", "LSE", FORWARD.but(Hq=14, Hkv=2, Lq=9),
     ),
     Planted(
         "additive_minus_inf",

@@ -97,7 +97,7 @@ ROWS = (
         "a q that is not contiguous",
         "blockwise",
         ((WIDE, "    q = q.as_strided(q.shape, torch.empty(q.shape, device='meta').stride())\n" + WIDE),),
-        "value", "lse", FORWARD.but(Lq=2, Hq=2, Hkv=2, layout_q="blhd"),
+        "nonfinite", "o", FORWARD.but(Lq=3, Lk=2, layout_q="strided"),
         covers=("pt-mps-permute", "pt-memeff-noncontig", "pt-cpu-flash-inner-stride", "vllm-noncontig-lse"),
     ),
     Planted(
@@ -107,7 +107,7 @@ ROWS = (
         "k with a stride of 0",
         "blockwise",
         ((APPLY, "    if 0 in k.stride():\n        raise RuntimeError('stride 0')\n" + APPLY),),
-        "exception", "RuntimeError", FORWARD.but(B=2, layout_k="expand"),
+        "exception", "RuntimeError", FORWARD.but(layout_k="expand"),
         covers=("fa4-stride-zero",),
     ),
     Planted(
@@ -137,7 +137,7 @@ ROWS = (
         "every call that asks for lse",
         "packed_loop",
         (("return whole, torch.cat(lse, 1) if", "return whole, torch.cat(lse, 1).T if"),),
-        "shape", "lse", FORWARD.but(Lq=2),
+        "shape", "lse", FORWARD.but(Lq=0),
         covers=("rocm-varlen-lse-layout",),
     ),
     Planted(
