@@ -36,7 +36,7 @@ class Implementation:
         return self.call(*args, **kwargs)
 
 
-MODULES = ("textbook", "blockwise", "packed_loop", "split_keys", "triton_flash", "peers", "planted")
+MODULES = ("textbook", "blockwise", "packed_loop", "split_keys", "triton_flash", "peers", "approximate", "planted")
 """Modules of this package that register implementations."""
 
 REGISTRY: dict[str, Implementation] = {}
