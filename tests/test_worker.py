@@ -94,8 +94,9 @@ def test_a_first_case_imports_nothing_slow(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nursery_that_died_is_replaced() -> None:
-    nursery.nursery().process.kill()
-    nursery.nursery().process.wait()
+    process = nursery.nursery().process
+    process.kill()
+    process.wait()
     with Worker(f"{TARGETS}/right.py:sdpa") as one:
         assert one.run(SHORT).status == "ok"
 
