@@ -1,0 +1,430 @@
+"""The forward kernel of `hopper`: warpgroups that take turns on the tensor cores, fed by one warp that copies.
+
+A block stays on its multiprocessor and takes tiles of queries until there are none. CONSUMERS warpgroups compute 64 rows each of
+the tile; the producer's warp brings Q, K and V through rings of slots in shared memory. In a step a consumer issues the scores of
+one key block together with P V of the block before; its softmax runs beneath its own P V and beneath the other consumers'
+products. That order is FlashAttention-3's (arXiv 2407.08608, section 3.2); which lines hold it in place says hopper_ops and the
+comments here.
+"""
+
+from .hopper_ops import (
+    aggregate, arrive, async_load, async_store, await_stores, fence_async_shared, free, gl, gluon, matmul, mbarrier, meet, reserve, settle,
+)  # fmt: skip
+
+ROWS: gl.constexpr = gl.constexpr(64)
+"""Query rows of a consumer: the height of one instruction of the tensor cores."""
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Problem:
+    """Sizes, the band low <= j - i <= high, and how the work is cut."""
+
+    scale: gl.tensor
+    batch_heads: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    k_len: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+    section: gl.tensor  # heads whose tiles are taken longest first, together
+    D: gl.constexpr
+    BN: gl.constexpr
+    CONSUMERS: gl.constexpr
+    K_SLOTS: gl.constexpr
+    V_SLOTS: gl.constexpr
+    HAS_LOW: gl.constexpr
+    HAS_HIGH: gl.constexpr
+    Q_SLOTS: gl.constexpr  # for each consumer: of a tile's Q, then of its O
+    # Named barriers: slots of K, slots of V, then the turn of each consumer.
+    K_FREE: gl.constexpr
+    V_FREE: gl.constexpr
+    TURN: gl.constexpr
+    ALL: gl.constexpr  # threads at a barrier of consumers and producer
+
+    @gluon.constexpr_function
+    def __init__(
+        self, scale, batch_heads, heads, group, q_len, k_len, low, high, section, D, BN, CONSUMERS, K_SLOTS, V_SLOTS, Q_SLOTS,
+        HAS_LOW, HAS_HIGH,
+    ):  # fmt: skip
+        self.scale, self.batch_heads, self.heads, self.group = scale, batch_heads, heads, group
+        self.q_len, self.k_len, self.low, self.high, self.section = q_len, k_len, low, high, section
+        self.D, self.BN, self.CONSUMERS = gl.constexpr(D), gl.constexpr(BN), gl.constexpr(CONSUMERS)
+        self.K_SLOTS, self.V_SLOTS = gl.constexpr(K_SLOTS), gl.constexpr(V_SLOTS)
+        self.HAS_LOW, self.HAS_HIGH, self.Q_SLOTS = gl.constexpr(HAS_LOW), gl.constexpr(HAS_HIGH), gl.constexpr(Q_SLOTS)
+        first = CONSUMERS + 2  # those below belong to the compiler
+        assert first + K_SLOTS + V_SLOTS + CONSUMERS <= 16, "a block has 16 named barriers"
+        self.K_FREE, self.V_FREE = gl.constexpr(first), gl.constexpr(first + K_SLOTS)
+        self.TURN = gl.constexpr(first + K_SLOTS + V_SLOTS)
+        self.ALL = gl.constexpr(128 * CONSUMERS + 32)
+
+    @gluon.jit
+    def tile(self, number):
+        """(i0, b, h, first and last + 1 key block): tile `number` in the order of taking."""
+        n_i = gl.cdiv(self.q_len, ROWS * self.CONSUMERS)
+        section = number // (self.section * n_i)
+        left = gl.minimum(self.section, self.batch_heads - section * self.section)
+        at = number - section * self.section * n_i
+        bh = section * self.section + at % left
+        i0 = (n_i - 1 - at // left) * ROWS * self.CONSUMERS
+        first = self.first_block(i0)
+        return i0, bh // self.heads, bh % self.heads, first, self.end_block(i0 + ROWS * self.CONSUMERS, first)
+
+    @gluon.jit
+    def first_block(self, i0):
+        """The block of the first key that row i0 may see; one that exists, even where it sees none."""
+        first = 0
+        if self.HAS_LOW:
+            first = gl.minimum(gl.maximum(i0 + self.low, 0), self.k_len - 1) // self.BN
+        return first
+
+    @gluon.jit
+    def end_block(self, end_i, first):
+        """One past the block of the last key that row end_i - 1 may see, and past `first` even where it sees none."""
+        end = gl.cdiv(self.k_len, self.BN)
+        if self.HAS_HIGH:
+            end = gl.maximum(gl.minimum(end, gl.cdiv(end_i + self.high, self.BN)), first + 1)
+        return end
+
+    @gluon.jit
+    def masked_blocks(self, i0, first, end):
+        """Of the blocks first..end - 1, how many from the end must be masked for rows i0, ..."""
+        full = self.k_len // self.BN
+        if self.HAS_HIGH:
+            full = gl.minimum(full, gl.maximum(i0 + self.high + 1, 0) // self.BN)
+        if self.HAS_LOW:
+            full = first
+        return end - gl.maximum(gl.minimum(full, end), first)
+
+
+@aggregate
+class Memory:
+    """Slots in shared memory, and mbarriers that complete when one was filled, or, for Q, is free."""
+
+    q: gl.shared_memory_descriptor  # slot CONSUMERS s + c is slot s of consumer c
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, tile, q_free, q_full, k_full, v_full, tile_full):
+        self.q, self.k, self.v, self.tile, self.q_free = q, k, v, tile, q_free
+        self.q_full, self.k_full, self.v_full, self.tile_full = q_full, k_full, v_full, tile_full
+
+
+@gluon.jit
+def _probabilities(s, row_max, i, j0, problem, MASKED: gl.constexpr):
+    """(p, what earlier sums shrink by, the new row maximum) of the scores s (64, BN) of keys j0, ... in Q K^T, unscaled."""
+    if MASKED:
+        j = (j0 + gl.arange(0, problem.BN, gl.SliceLayout(0, s.type.layout)))[None, :]
+        last = i * 0 + (problem.k_len - 1)
+        if problem.HAS_HIGH:
+            last = gl.minimum(i + problem.high, problem.k_len - 1)
+        keep = j <= last[:, None]
+        if problem.HAS_LOW:
+            keep = keep & (j >= (i + problem.low)[:, None])
+        s = gl.where(keep, s, float("-inf"))
+    row_max_now = gl.maximum(row_max, gl.max(s, 1))
+    to_log2 = problem.scale * LOG2_E
+    shift = row_max_now * to_log2
+    if MASKED:
+        shift = gl.where(row_max_now == float("-inf"), 0.0, shift)  # no key yet: exp2 shall give 0, not nan
+    return gl.exp2(s * to_log2 - shift[:, None]), gl.exp2(row_max * to_log2 - shift), row_max_now
+
+
+@gluon.jit
+def _partial_sums(p, BN: gl.constexpr):
+    """Four sums of each row, one per lane that holds it: they are added across lanes once, at the end."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scale_rows(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    """The layout of a (64, columns) result of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _scores(q, count, problem, memory):
+    """Q K^T of the K that `count` leads to, as issued."""
+    k = memory.k.index(count % problem.K_SLOTS).reshape([problem.BN, problem.D])
+    zero = gl.zeros([ROWS, problem.BN], gl.float32, _accumulator(problem.BN))
+    return matmul(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weighted_values(p, acc, count, problem, memory):
+    """acc + P V of the V that `count` leads to, as issued once V is there."""
+    slot = count % problem.V_SLOTS
+    mbarrier.wait(memory.v_full.index(slot), (count // problem.V_SLOTS) & 1)
+    return matmul(p, memory.v.index(slot).reshape([problem.BN, problem.D]), acc, is_async=True)
+
+
+@gluon.jit
+def _await_k(count, wanted, problem, memory):
+    mbarrier.wait(memory.k_full.index(count % problem.K_SLOTS), (count // problem.K_SLOTS) & 1, pred=wanted)
+
+
+@gluon.jit
+def _pass_turn(problem, WHO: gl.constexpr):
+    arrive(problem.TURN + (WHO + 1) % problem.CONSUMERS, 256)
+
+
+@gluon.jit
+def _as_operand(p, memory, D: gl.constexpr):
+    """P in the dtype of V, in the registers where the tensor cores read a left operand."""
+    return gl.convert_layout(p.to(memory.v.dtype), gl.DotOperandLayout(0, _accumulator(D), 2))
+
+
+@gluon.jit
+def _step(q, block, more, count, acc, p, row_max, row_sum, i, problem, memory, WHO: gl.constexpr, MASKED: gl.constexpr):
+    """Scores and softmax of key block `block`, P V of the block before it; `more` says that another block follows."""
+    # 1. Both products are issued in this consumer's turn.
+    meet(problem.TURN + WHO, 256)
+    s = _scores(q, count + 1, problem, memory)
+    acc = _weighted_values(p, acc, count, problem, memory)
+    _pass_turn(problem, WHO)
+
+    # 2. Softmax, beneath P V.
+    s = settle(1, [s])
+    free((count + 1) % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+    p, shrink, row_max = _probabilities(s, row_max, i, block * problem.BN, problem, MASKED)
+    row_sum = _scale_rows(row_sum, shrink) + _partial_sums(p, problem.BN)
+
+    # 3. The loop of the wait for the next K ends a basic block: without it here ptxas waits for P V before the softmax.
+    _await_k(count + 2, more, problem, memory)
+    acc = settle(0, [acc])
+    free(count % problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
+    return count + 1, _scale_rows(acc, shrink), _as_operand(p, memory, problem.D), row_max, row_sum
+
+
+@gluon.jit
+def _pass_over(blocks, count, problem, memory, WHO: gl.constexpr):
+    """Let `blocks` key blocks go by that only consumers of later rows see, keeping rings and turns in step."""
+    for _ in range(blocks):
+        _await_k(count, True, problem, memory)
+        free(count % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+        slot = count % problem.V_SLOTS
+        mbarrier.wait(memory.v_full.index(slot), (count // problem.V_SLOTS) & 1)
+        free(slot, problem.V_FREE, problem.V_SLOTS, problem.ALL)
+        meet(problem.TURN + WHO, 256)
+        _pass_turn(problem, WHO)
+        count += 1
+    return count
+
+
+@gluon.jit
+def _next_tile(taken, memory, WARPS: gl.constexpr):
+    """The number of the tile that the producer took, its `taken`-th."""
+    mbarrier.wait(memory.tile_full.index(taken % 2), (taken // 2) & 1)
+    number = memory.tile.index(taken % 2).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.max(number, 0)
+
+
+@gluon.jit
+def _consumer(problem, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
+    """Rows 64 WHO, ... of every tile that the block takes."""
+    D: gl.constexpr = problem.D
+    S: gl.constexpr = _accumulator(problem.BN)
+    count = 0  # of key blocks so far: it leads to the slots of both rings, and to their phases
+    taken = 0
+    if WHO == problem.CONSUMERS - 1:
+        arrive(problem.TURN, 256)
+    number = _next_tile(taken, memory, 4)
+    while number < tiles:
+        # 1. Which rows, which key blocks: from the last to the first.
+        i0, b, h, first, end = problem.tile(number)
+        i0 += WHO * ROWS
+        i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        own_end = end
+        if problem.HAS_HIGH:
+            own_end = gl.minimum(end, problem.end_block(i0 + ROWS, first))
+            count = _pass_over(end - own_end, count, problem, memory, WHO)
+        masked = problem.masked_blocks(i0, first, own_end)
+
+        # 2. The last key block has no block before it.
+        slot = taken % problem.Q_SLOTS * problem.CONSUMERS + WHO
+        mbarrier.wait(memory.q_full.index(slot), (taken // problem.Q_SLOTS) & 1)
+        q = memory.q.index(slot).reshape([ROWS, D])
+        _await_k(count, True, problem, memory)
+        meet(problem.TURN + WHO, 256)
+        s = _scores(q, count, problem, memory)
+        _pass_turn(problem, WHO)
+        if problem.Q_SLOTS > 1:  # by now the other slot's O has left
+            await_stores(0)
+            other = (taken + 1) % problem.Q_SLOTS * problem.CONSUMERS + WHO
+            mbarrier.arrive(memory.q_free.index(other), pred=taken > 0)
+        s = settle(0, [s])
+        free(count % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+        p, _, row_max = _probabilities(s, row_max, i, (own_end - 1) * problem.BN, problem, True)
+        row_sum = _partial_sums(p, problem.BN)
+        p = _as_operand(p, memory, D)
+        acc = gl.zeros([ROWS, D], gl.float32, _accumulator(D))
+        _await_k(count + 1, own_end - 1 > first, problem, memory)
+
+        # 3. The others, the masked ones before those that are wholly allowed.
+        whole_end = gl.minimum(own_end - masked, own_end - 1)
+        if problem.HAS_HIGH or problem.HAS_LOW:
+            for n in range(own_end - 1 - whole_end):
+                block = own_end - 2 - n
+                count, acc, p, row_max, row_sum = _step(
+                    q, block, block > first, count, acc, p, row_max, row_sum, i, problem, memory, WHO, True
+                )
+        if not problem.HAS_LOW:
+            for n in range(whole_end - first):
+                block = whole_end - 1 - n
+                count, acc, p, row_max, row_sum = _step(
+                    q, block, block > first, count, acc, p, row_max, row_sum, i, problem, memory, WHO, False
+                )
+
+        # 4. P V of the first block; beneath it, the sums and lse.
+        acc = _weighted_values(p, acc, count, problem, memory)
+        total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S))
+        dead = total == 0.0
+        lse = gl.where(dead, float("-inf"), row_max * problem.scale + gl.log(gl.where(dead, 1.0, total)))
+        at = (b * problem.heads + h).to(gl.int64) * problem.q_len + i
+        gl.store(lse_at + at, lse, mask=i < problem.q_len)
+        acc = settle(0, [acc])
+        free(count % problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
+        count += 1
+
+        # 5. O leaves through Q's slot.
+        acc = _scale_rows(acc, 1.0 / gl.where(dead, 1.0, total))
+        q.store(acc.to(memory.q.dtype))
+        fence_async_shared()
+        async_store(o_at, [b, h, i0, 0], memory.q.index(slot))
+        if problem.Q_SLOTS == 1:
+            await_stores(0)
+            mbarrier.arrive(memory.q_free.index(slot))
+        taken += 1
+        number = _next_tile(taken, memory, 4)
+    await_stores(0)
+
+
+@gluon.jit
+def _publish(number, taken, memory):
+    """Tell the consumers the number of the `taken`-th tile."""
+    where = memory.tile.index(taken % 2)
+    where.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
+    mbarrier.arrive(memory.tile_full.index(taken % 2))
+
+
+@gluon.jit
+def _load(descriptor, at, full, slots, slot):
+    mbarrier.expect(full.index(slot), descriptor.block_type.nbytes)
+    async_load(descriptor, at, full.index(slot), slots.index(slot))
+
+
+@gluon.jit
+def _producer(problem, memory, q_at, k_at, v_at, counter, tiles):
+    """Takes tiles and brings what they need, K one key block ahead of V.
+
+    Tiles after a block's first come from `counter`. Every block draws until it gets none, so `tiles` numbers are drawn in
+    all; who draws the last sets the counter back to 0 for the next launch.
+    """
+    blocks = 0
+    taken = 0
+    number = gl.program_id(0)
+    _publish(number, taken, memory)
+    while number < tiles:
+        i0, b, h, first, end = problem.tile(number)
+        kv = h // problem.group
+        slot = blocks % problem.K_SLOTS
+        reserve(slot, blocks >= problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+        _load(k_at, [b, kv, (end - 1) * problem.BN, 0], memory.k_full, memory.k, slot)
+        for who in gl.static_range(problem.CONSUMERS):
+            slot = taken % problem.Q_SLOTS * problem.CONSUMERS + who
+            mbarrier.wait(memory.q_free.index(slot), (taken // problem.Q_SLOTS + 1) & 1, pred=taken >= problem.Q_SLOTS)
+            _load(q_at, [b, h, i0 + who * ROWS, 0], memory.q_full, memory.q, slot)
+        # Early, so that nobody waits for the answer of the L2 cache. Consumers are past the number that is overwritten:
+        # they gave back a slot of Q since.
+        drawn = gl.atomic_add(counter, 1, sem="relaxed")
+        if drawn == tiles - 1:
+            gl.store(counter, 0)
+        number = drawn + gl.num_programs(0)
+        taken += 1
+        _publish(number, taken, memory)
+        for n in range(end - first):
+            block = end - 1 - n
+            if block > first:
+                slot = (blocks + 1) % problem.K_SLOTS
+                reserve(slot, blocks + 1 >= problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+                _load(k_at, [b, kv, (block - 1) * problem.BN, 0], memory.k_full, memory.k, slot)
+            slot = blocks % problem.V_SLOTS
+            reserve(slot, blocks >= problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
+            _load(v_at, [b, kv, block * problem.BN, 0], memory.v_full, memory.v, slot)
+            blocks += 1
+    # The last arrivals need somebody to meet.
+    for i in gl.static_range(problem.K_SLOTS):
+        if blocks > i:
+            meet(problem.K_FREE + i, problem.ALL)
+    for i in gl.static_range(problem.V_SLOTS):
+        if blocks > i:
+            meet(problem.V_FREE + i, problem.ALL)
+
+
+RUNTIME = ["batch_heads", "heads", "group", "q_len", "k_len", "low", "high", "section", "tiles"]
+"""Arguments whose values must not start another compilation."""
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def forward_kernel(
+    q_at, k_at, v_at, o_at, lse_at, counter, scale, batch_heads, heads, group, q_len, k_len, low, high, section, tiles,
+    D: gl.constexpr, BN: gl.constexpr, CONSUMERS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Writes O and LSE (natural logarithm, float32, contiguous) of all tiles. Grid: as many blocks as run at once.
+
+    Descriptors are of (B, H, L, D) in any strides, with tiles of 64 rows of q and o, BN of k and v. counter is an int32 zero,
+    and zero again afterwards.
+    """
+    problem = Problem(
+        scale, batch_heads, heads, group, q_len, k_len, low, high, section, D, BN, CONSUMERS, K_SLOTS, V_SLOTS, Q_SLOTS, HAS_LOW, HAS_HIGH
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    memory = Memory(
+        gl.allocate_shared_memory(q_at.dtype, [Q_SLOTS * CONSUMERS, 1, 1, ROWS, D], q_at.layout),
+        gl.allocate_shared_memory(k_at.dtype, [K_SLOTS, 1, 1, BN, D], k_at.layout),
+        gl.allocate_shared_memory(v_at.dtype, [V_SLOTS, 1, 1, BN, D], v_at.layout),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+    )
+    for i in gl.static_range(Q_SLOTS * CONSUMERS):
+        mbarrier.init(memory.q_free.index(i), count=1)
+        mbarrier.init(memory.q_full.index(i), count=1)
+    for i in gl.static_range(K_SLOTS):
+        mbarrier.init(memory.k_full.index(i), count=1)
+    for i in gl.static_range(V_SLOTS):
+        mbarrier.init(memory.v_full.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(memory.tile_full.index(i), count=1)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (problem, memory, o_at, lse_at, tiles, 0)),
+            (_consumer, (problem, memory, o_at, lse_at, tiles, 1)),
+            (_producer, (problem, memory, q_at, k_at, v_at, counter, tiles)),
+        ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize([
+            (_consumer, (problem, memory, o_at, lse_at, tiles, 0)),
+            (_consumer, (problem, memory, o_at, lse_at, tiles, 1)),
+            (_consumer, (problem, memory, o_at, lse_at, tiles, 2)),
+            (_producer, (problem, memory, q_at, k_at, v_at, counter, tiles)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
