@@ -1,0 +1,165 @@
+"""FlashAttention for Hopper in Gluon: warps that copy, warpgroups that compute. It needs a GPU of compute capability 9.0.
+
+This module holds the host side: what is refused and why, how the work is cut, descriptors, launches, autograd. The kernels are in
+hopper_forward and hopper_backward, imported at the first call, so that listing implementations needs neither Gluon nor a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fuzz.masks import Causal, Full, Mask, Window
+from ..fuzz.region import Region
+from . import register
+
+OPEN = 1 << 30
+"""A band edge beyond every key: sums with an index stay below 2**31."""
+
+L2_BYTES = 24 << 20
+"""What the heads that are worked on together may need of the 50 MB of an H100's L2 cache; the rest is for what streams through."""
+
+HEAD_DIMS = (64, 128, 256)
+FORWARD: dict[int, dict[str, int]] = {
+    64: {"CONSUMERS": 3, "BN": 128, "K_SLOTS": 2, "V_SLOTS": 2, "Q_SLOTS": 2, "REGISTERS": 160, "PRODUCER_REGISTERS": 32},
+    128: {"CONSUMERS": 2, "BN": 128, "K_SLOTS": 2, "V_SLOTS": 2, "Q_SLOTS": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24},
+    256: {"CONSUMERS": 2, "BN": 64, "K_SLOTS": 2, "V_SLOTS": 2, "Q_SLOTS": 1, "REGISTERS": 232, "PRODUCER_REGISTERS": 40},
+}  # fmt: skip
+"""By head dim. Shared memory: 227 KB of Q, K and V. Registers: 65,536 for the consumers and the producer's warpgroup together."""
+BACKWARD: dict[int, dict[str, int]] = {
+    64: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
+    128: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
+}
+
+REGION = Region(
+    dtypes=("float16", "bfloat16"), head_dims=HEAD_DIMS, min_len=1, dv_differs=False,
+    masks=("none", "causal_top_left", "causal_bottom_right", "window"),
+    bias=False, bias_grad=False, negative_scale=False, softcap=False, dropout=False, alibi=False, sinks=False, sinks_grad=False,
+)  # fmt: skip
+
+
+@register(
+    dialect="native",
+    supports=REGION,
+    contract="hopper,masked_nonfinite=may_leak,kv_tile=64,q_tile=64,deterministic=o+lse+dk+dv",  # dq is summed by the copy engine
+    devices=("cuda",),
+)
+def hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,  # noqa: ARG001 - part of the dialect
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v on an H100 or H200, differentiable in q, k and v, through o and lse.
+
+    q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D) -> o (B, Hq, Lq, D), in the layout of q, and, asked for, lse (B, Hq, Lq). D is 64, 128
+    or 256, forward only for 256. Layouts whose rows begin at 16 bytes, (B, H, L, D) and (B, L, H, D) among them, are read in
+    place; others are copied. The mask is none, causal or a window; rows with no allowed key give 0 and lse -inf. Raises
+    NotImplementedError with the reason for everything else.
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if reason := refuses(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, dropout=dropout):
+        raise NotImplementedError(f"hopper must {reason}")
+    low, high = band(mask, q.shape[2], k.shape[2])
+    o, lse = _Hopper.apply(*map(_readable, (q, k, v)), Problem(low, high, scale))  # type: ignore[no-untyped-call]
+    return (o, lse) if return_lse else o
+
+
+def refuses(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, bias: Tensor | None, scale: float, softcap: float, dropout: float
+) -> str:
+    """What a call must have that this one has not, and what it has; empty if it can be served."""
+    D = q.shape[3]
+    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    for rule, got, holds in (
+        ("be called without dropout", f"dropout={dropout}", not dropout),
+        ("be called without softcap", f"softcap={softcap}", not softcap),
+        ("be called without bias", "a bias", bias is None),
+        ("get a mask that is none, causal or a window", f"mask={mask}", isinstance(mask, None | Full | Causal | Window)),
+        ("get float16 or bfloat16", f"dtype={q.dtype}", q.dtype in (torch.float16, torch.bfloat16)),
+        (f"get a head dim in {HEAD_DIMS}", f"D={D}", D in HEAD_DIMS),
+        ("get v as wide as q", f"D={D}, Dv={v.shape[3]}", v.shape[3] == D),
+        ("get no gradients for D=256", "requires_grad", D in BACKWARD or not requires_grad),
+        ("get a scale above 0", f"scale={scale}", scale > 0),
+        ("get at least one batch, query and key", f"q of shape {tuple(q.shape)}", min(q.numel(), k.numel()) > 0),
+        ("run on a CUDA device", f"device={q.device}", q.is_cuda),
+        ("run on compute capability 9.0", f"{_capability(q)}", _capability(q) == (9, 0)),
+    ):
+        if not holds:
+            return f"{rule}, got {got}"
+    return ""
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+
+
+def band(mask: Mask | None, Lq: int, Lk: int) -> tuple[int, int]:
+    """(low, high) such that the mask keeps the pairs with low <= j - i <= high."""
+    if not isinstance(mask, Causal | Window):
+        return -OPEN, OPEN
+    diagonal = Lk - Lq if mask.align == "bottom_right" else 0
+    if isinstance(mask, Causal):
+        return -OPEN, diagonal
+    return -OPEN if mask.left < 0 else diagonal - mask.left, OPEN if mask.right < 0 else diagonal + mask.right
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is not a tensor: the band low <= j - i <= high, and the scale."""
+
+    low: int
+    high: int
+    scale: float
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Which edges of the band the kernels must look at."""
+        return {"HAS_LOW": self.low > -OPEN, "HAS_HIGH": self.high < OPEN}
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The tensor, copied if the copy engine cannot read it: rows of adjacent elements that begin at 16 bytes, no stride of 0."""
+    aligned = x.data_ptr() % 16 == 0 and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape, x.stride()[:3], strict=False))
+    return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Strides as the copy engine takes them: those of axes of size 1 do not matter, but must be multiples of 16 bytes."""
+    return [x.shape[-1] if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+
+
+@functools.cache
+def _layouts() -> Callable[..., Any]:
+    """(block shape, dtype) -> the layout in shared memory; None for the dtype: a vector of float32."""
+    from .hopper_ops import gl
+
+    names = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+    @functools.cache
+    def layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+        if len(block) == 2:
+            return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+
+    return layout
+
+
+def describe(x: Tensor, *block: int) -> Any:
+    """A descriptor of x for tiles of the last two sizes `block`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape = (1,) * (x.dim() - len(block)) + block
+    return TensorDescriptor(x, list(x.shape), _strides(x), list(shape), _layouts()(shape, x.dtype))
