@@ -36,7 +36,7 @@ class Implementation:
         return self.call(*args, **kwargs)
 
 
-MODULES = ("textbook", "blockwise", "triton_flash", "peers", "planted")
+MODULES = ("textbook", "blockwise", "triton_flash", "hopper", "peers", "planted")
 """Modules of this package that register implementations."""
 
 REGISTRY: dict[str, Implementation] = {}

@@ -7,7 +7,6 @@ hopper_forward and hopper_backward, imported at the first call, so that listing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,30 +135,133 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _strides(x: Tensor) -> list[int]:
-    """Strides as the copy engine takes them: those of axes of size 1 do not matter, but must be multiples of 16 bytes."""
-    return [x.shape[-1] if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+@dataclass(frozen=True)
+class _Address:
+    """Where a tensor lies, for a descriptor: one that held the tensor would keep its memory while the descriptor is cached."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self.address
 
 
-@functools.cache
-def _layouts() -> Callable[..., Any]:
-    """(block shape, dtype) -> the layout in shared memory; None for the dtype: a vector of float32."""
+@functools.lru_cache(maxsize=4096)
+def _descriptor(
+    _device: int, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], swizzled: bool
+) -> Any:
+    """The descriptor of a tensor for tiles of shape `block`; everything that it depends on is an argument."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from .hopper_ops import gl
 
     names = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-    @functools.cache
-    def layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-        if len(block) == 2:
-            return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
-
-    return layout
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), names[dtype]) if swizzled else plain
+    # The copy engine does not read strides of axes of size 1, yet they must be multiples of 16 bytes.
+    outer = [shape[-1] if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+    return TensorDescriptor(_Address(dtype, address), list(shape), [*outer, 1], list(block), layout)
 
 
-def describe(x: Tensor, *block: int) -> Any:
-    """A descriptor of x for tiles of the last two sizes `block`."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def describe(x: Tensor, rows: int, columns: int = 0) -> Any:
+    """A descriptor of x for tiles of `rows` of its last but one axis and `columns` of its last, all by default."""
+    block = (1,) * (x.dim() - 2) + (rows, columns or x.shape[-1])
+    return _descriptor(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), block, True)
 
-    shape = (1,) * (x.dim() - len(block)) + block
-    return TensorDescriptor(x, list(x.shape), _strides(x), list(shape), _layouts()(shape, x.dtype))
+
+def _describe_vector(x: Tensor, columns: int) -> Any:
+    """A descriptor of the (rows, length) tensor x for pieces of one row."""
+    return _descriptor(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, columns), False)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_counter(_device: int, _stream: int) -> Tensor:
+    """The int32 zero from which the blocks of a launch draw tiles, and which they leave zero: one for each stream."""
+    return torch.zeros(1, dtype=torch.int32, device="cuda")
+
+
+def _counter(x: Tensor) -> Tensor:
+    """A counter that no launch uses at the same time; a graph gets its own, as it may be replayed on any stream."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    return _shared_counter(x.get_device(), torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def section(heads: int, bytes_of_a_head: int, flags: dict[str, bool]) -> int:
+    """How many heads have their tiles taken together, longest first: what the L2 cache holds; one where tiles are equally long."""
+    return max(1, min(heads, L2_BYTES // bytes_of_a_head)) if flags["HAS_HIGH"] else 1
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse): o in the layout of q, lse contiguous."""
+    from .hopper_forward import forward_kernel
+
+    (B, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
+    o = torch.empty_like(q)
+    lse = q.new_empty(B, Hq, Lq, dtype=torch.float32)
+    setting = FORWARD[D]
+    tiles = -(-Lq // (64 * setting["CONSUMERS"])) * B * Hq
+    together = section(B * Hq, 2 * Lk * D * q.element_size() * Hkv // Hq or 1, problem.flags)
+    forward_kernel[(min(tiles, _multiprocessors(q.get_device())),)](
+        describe(q, 64), describe(k, setting["BN"]), describe(v, setting["BN"]), describe(o, 64), lse, _counter(q),
+        problem.scale, B * Hq, Hq, Hq // Hkv, Lq, Lk, problem.low, problem.high, together, tiles,
+        D=D, **setting, **problem.flags, num_warps=4,
+    )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in the layouts of q, k and v."""
+    from .hopper_backward import backward_kernel, prepare_kernel, round_kernel
+
+    (B, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    setting = BACKWARD[D]
+    BM = setting["BM"]
+    padded = -(-Lq // BM) * BM
+    total = q.new_empty(B, Hq, Lq, D, dtype=torch.float32)
+    lse2, delta = (q.new_empty(B * Hq, padded, dtype=torch.float32) for _ in range(2))
+    rows = (B * Hq, padded // BM)
+    o_strides, do_strides, dq_strides = ([s // 8 for s in x.stride()[:3]] for x in (o, do, dq))
+    prepare_kernel[rows](
+        o, *o_strides, do, *do_strides, lse, dlse, lse2, delta, total, Hq, Lq, padded, D=D, BM=BM, HAS_DLSE=dlse is not None, num_warps=4,
+    )  # fmt: skip
+    together = section(B * Hkv, 8 * Lq * D * Hq // Hkv, problem.flags)
+    backward_kernel[(-(-Lk // 128) * B * Hkv,)](
+        describe(q, BM), describe(k, 64), describe(v, 64), describe(do, BM), _describe_vector(lse2, BM), _describe_vector(delta, BM),
+        describe(total, 64, D if BM == 128 else D // 2), describe(dk, 64), describe(dv, 64),
+        problem.scale, Hkv, Hq // Hkv, Lq, Lk, problem.low, problem.high, B * Hkv, together,
+        D=D, **setting, **problem.flags, num_warps=4,
+    )  # fmt: skip
+    round_kernel[rows](total, dq, *dq_strides, problem.scale, Hq, Lq, D=D, BM=BM, num_warps=4)
+    return dq, dk, dv
+
+
+class _Hopper(torch.autograd.Function):
+    """Ties `forward` and `backward` to autograd; outputs o and lse are both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device_of(q):
+            o, lse = forward(problem, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else _readable(do)
+        dlse = None if dlse is None else dlse.contiguous()
+        with torch.cuda.device_of(q):
+            grads = backward(ctx.problem, q, k, v, o, lse, do, dlse)
+        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None
