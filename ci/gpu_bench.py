@@ -179,7 +179,9 @@ def measure(s: Setting, columns: list[str]) -> dict[str, float | str]:
     return result | {name: s.flops / statistics.median(t) / 1e9 for name, t in times.items()}
 
 
-def settings(dims: list[int], masks: list[str], lengths: list[int], passes: list[str], tokens: int, hidden: int) -> Iterator[Setting]:
+def settings(
+    dims: list[int], masks: list[str], lengths: list[int], passes: list[str], tokens: int, hidden: int
+) -> Iterator[Setting]:
     """Every combination, batch x length and heads x head dim kept."""
     for pas, D, mask, L in itertools.product(passes, dims, masks, lengths):
         yield Setting(D, mask == "causal", L, max(1, tokens // L), hidden // D, pas == "backward")
@@ -204,7 +206,12 @@ def _words(_c: click.Context, _p: click.Parameter, text: str) -> list[str]:
 @click.option("--masks", default="full,causal", callback=_words, help="full, causal or both.")
 @click.option("--lengths", default="1024,2048,4096,8192,16384", callback=_integers, help="Lengths, comma separated.")
 @click.option("--passes", default="forward,backward", callback=_words, help="forward, backward or both.")
-@click.option("--columns", default=",".join(COLUMNS), callback=_words, help="Implementations, the one that others are compared to second.")
+@click.option(
+    "--columns",
+    default=",".join(COLUMNS),
+    callback=_words,
+    help="Implementations, the one that others are compared to second.",
+)
 @click.option("--tokens", default=16384, help="Batch times length.")
 @click.option("--hidden", default=2048, help="Heads times head dim.")
 @click.option("--seconds", default=280.0, help="No further row is begun after this time.")

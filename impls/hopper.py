@@ -77,7 +77,15 @@ def hopper(
 
 
 def refuses(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, bias: Tensor | None, scale: float, softcap: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    *,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
 ) -> str:
     """What a call must have that this one has not, and what it has; empty if it can be served."""
     D = q.shape[3]
@@ -86,7 +94,11 @@ def refuses(
         ("be called without dropout", f"dropout={dropout}", not dropout),
         ("be called without softcap", f"softcap={softcap}", not softcap),
         ("be called without bias", "a bias", bias is None),
-        ("get a mask that is none, causal or a window", f"mask={mask}", isinstance(mask, None | Full | Causal | Window)),
+        (
+            "get a mask that is none, causal or a window",
+            f"mask={mask}",
+            isinstance(mask, None | Full | Causal | Window),
+        ),
         ("get float16 or bfloat16", f"dtype={q.dtype}", q.dtype in (torch.float16, torch.bfloat16)),
         (f"get a head dim in {HEAD_DIMS}", f"D={D}", D in HEAD_DIMS),
         ("get v as wide as q", f"D={D}, Dv={v.shape[3]}", v.shape[3] == D),
@@ -131,7 +143,9 @@ class Problem:
 
 def _readable(x: Tensor) -> Tensor:
     """The tensor, copied if the copy engine cannot read it: rows of adjacent elements that begin at 16 bytes, no stride of 0."""
-    aligned = x.data_ptr() % 16 == 0 and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape, x.stride()[:3], strict=False))
+    aligned = x.data_ptr() % 16 == 0 and all(
+        n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape, x.stride()[:3], strict=False)
+    )
     return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -149,7 +163,13 @@ class _Address:
 
 @functools.lru_cache(maxsize=4096)
 def _descriptor(
-    _device: int, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], swizzled: bool
+    _device: int,
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    swizzled: bool,
 ) -> Any:
     """The descriptor of a tensor for tiles of shape `block`; everything that it depends on is an argument."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -220,7 +240,8 @@ def backward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k and v."""
-    from .hopper_backward import backward_kernel, prepare_kernel, round_kernel
+    from .hopper_backward import backward_kernel
+    from .hopper_rows import prepare_kernel, round_kernel
 
     (B, Hq, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -8,94 +8,24 @@ comments here.
 """
 
 from .hopper_ops import (
-    aggregate, arrive, async_load, async_store, await_stores, fence_async_shared, free, gl, gluon, matmul, mbarrier, meet, reserve, settle,
+    aggregate,
+    arrive,
+    async_load,
+    async_store,
+    await_stores,
+    fence_async_shared,
+    free,
+    gl,
+    gluon,
+    matmul,
+    mbarrier,
+    meet,
+    reserve,
+    settle,
 )  # fmt: skip
+from .hopper_work import ROWS, ForwardWork
 
-ROWS: gl.constexpr = gl.constexpr(64)
-"""Query rows of a consumer: the height of one instruction of the tensor cores."""
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@aggregate
-class Problem:
-    """Sizes, the band low <= j - i <= high, and how the work is cut."""
-
-    scale: gl.tensor
-    batch_heads: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    q_len: gl.tensor
-    k_len: gl.tensor
-    low: gl.tensor
-    high: gl.tensor
-    section: gl.tensor  # heads whose tiles are taken longest first, together
-    D: gl.constexpr
-    BN: gl.constexpr
-    CONSUMERS: gl.constexpr
-    K_SLOTS: gl.constexpr
-    V_SLOTS: gl.constexpr
-    HAS_LOW: gl.constexpr
-    HAS_HIGH: gl.constexpr
-    Q_SLOTS: gl.constexpr  # for each consumer: of a tile's Q, then of its O
-    # Named barriers: slots of K, slots of V, then the turn of each consumer.
-    K_FREE: gl.constexpr
-    V_FREE: gl.constexpr
-    TURN: gl.constexpr
-    ALL: gl.constexpr  # threads at a barrier of consumers and producer
-
-    @gluon.constexpr_function
-    def __init__(
-        self, scale, batch_heads, heads, group, q_len, k_len, low, high, section, D, BN, CONSUMERS, K_SLOTS, V_SLOTS, Q_SLOTS,
-        HAS_LOW, HAS_HIGH,
-    ):  # fmt: skip
-        self.scale, self.batch_heads, self.heads, self.group = scale, batch_heads, heads, group
-        self.q_len, self.k_len, self.low, self.high, self.section = q_len, k_len, low, high, section
-        self.D, self.BN, self.CONSUMERS = gl.constexpr(D), gl.constexpr(BN), gl.constexpr(CONSUMERS)
-        self.K_SLOTS, self.V_SLOTS = gl.constexpr(K_SLOTS), gl.constexpr(V_SLOTS)
-        self.HAS_LOW, self.HAS_HIGH, self.Q_SLOTS = gl.constexpr(HAS_LOW), gl.constexpr(HAS_HIGH), gl.constexpr(Q_SLOTS)
-        first = CONSUMERS + 2  # those below belong to the compiler
-        assert first + K_SLOTS + V_SLOTS + CONSUMERS <= 16, "a block has 16 named barriers"
-        self.K_FREE, self.V_FREE = gl.constexpr(first), gl.constexpr(first + K_SLOTS)
-        self.TURN = gl.constexpr(first + K_SLOTS + V_SLOTS)
-        self.ALL = gl.constexpr(128 * CONSUMERS + 32)
-
-    @gluon.jit
-    def tile(self, number):
-        """(i0, b, h, first and last + 1 key block): tile `number` in the order of taking."""
-        n_i = gl.cdiv(self.q_len, ROWS * self.CONSUMERS)
-        section = number // (self.section * n_i)
-        left = gl.minimum(self.section, self.batch_heads - section * self.section)
-        at = number - section * self.section * n_i
-        bh = section * self.section + at % left
-        i0 = (n_i - 1 - at // left) * ROWS * self.CONSUMERS
-        first = self.first_block(i0)
-        return i0, bh // self.heads, bh % self.heads, first, self.end_block(i0 + ROWS * self.CONSUMERS, first)
-
-    @gluon.jit
-    def first_block(self, i0):
-        """The block of the first key that row i0 may see; one that exists, even where it sees none."""
-        first = 0
-        if self.HAS_LOW:
-            first = gl.minimum(gl.maximum(i0 + self.low, 0), self.k_len - 1) // self.BN
-        return first
-
-    @gluon.jit
-    def end_block(self, end_i, first):
-        """One past the block of the last key that row end_i - 1 may see, and past `first` even where it sees none."""
-        end = gl.cdiv(self.k_len, self.BN)
-        if self.HAS_HIGH:
-            end = gl.maximum(gl.minimum(end, gl.cdiv(end_i + self.high, self.BN)), first + 1)
-        return end
-
-    @gluon.jit
-    def masked_blocks(self, i0, first, end):
-        """Of the blocks first..end - 1, how many from the end must be masked for rows i0, ..."""
-        full = self.k_len // self.BN
-        if self.HAS_HIGH:
-            full = gl.minimum(full, gl.maximum(i0 + self.high + 1, 0) // self.BN)
-        if self.HAS_LOW:
-            full = first
-        return end - gl.maximum(gl.minimum(full, end), first)
 
 
 @aggregate
@@ -119,19 +49,19 @@ class Memory:
 
 
 @gluon.jit
-def _probabilities(s, row_max, i, j0, problem, MASKED: gl.constexpr):
+def _probabilities(s, row_max, i, j0, work, MASKED: gl.constexpr):
     """(p, what earlier sums shrink by, the new row maximum) of the scores s (64, BN) of keys j0, ... in Q K^T, unscaled."""
     if MASKED:
-        j = (j0 + gl.arange(0, problem.BN, gl.SliceLayout(0, s.type.layout)))[None, :]
-        last = i * 0 + (problem.k_len - 1)
-        if problem.HAS_HIGH:
-            last = gl.minimum(i + problem.high, problem.k_len - 1)
+        j = (j0 + gl.arange(0, work.BN, gl.SliceLayout(0, s.type.layout)))[None, :]
+        last = i * 0 + (work.k_len - 1)
+        if work.HAS_HIGH:
+            last = gl.minimum(i + work.high, work.k_len - 1)
         keep = j <= last[:, None]
-        if problem.HAS_LOW:
-            keep = keep & (j >= (i + problem.low)[:, None])
+        if work.HAS_LOW:
+            keep = keep & (j >= (i + work.low)[:, None])
         s = gl.where(keep, s, float("-inf"))
     row_max_now = gl.maximum(row_max, gl.max(s, 1))
-    to_log2 = problem.scale * LOG2_E
+    to_log2 = work.scale * LOG2_E
     shift = row_max_now * to_log2
     if MASKED:
         shift = gl.where(row_max_now == float("-inf"), 0.0, shift)  # no key yet: exp2 shall give 0, not nan
@@ -156,29 +86,29 @@ def _accumulator(columns):
 
 
 @gluon.jit
-def _scores(q, count, problem, memory):
+def _scores(q, count, work, memory):
     """Q K^T of the K that `count` leads to, as issued."""
-    k = memory.k.index(count % problem.K_SLOTS).reshape([problem.BN, problem.D])
-    zero = gl.zeros([ROWS, problem.BN], gl.float32, _accumulator(problem.BN))
+    k = memory.k.index(count % work.K_SLOTS).reshape([work.BN, work.D])
+    zero = gl.zeros([ROWS, work.BN], gl.float32, _accumulator(work.BN))
     return matmul(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weighted_values(p, acc, count, problem, memory):
+def _weighted_values(p, acc, count, work, memory):
     """acc + P V of the V that `count` leads to, as issued once V is there."""
-    slot = count % problem.V_SLOTS
-    mbarrier.wait(memory.v_full.index(slot), (count // problem.V_SLOTS) & 1)
-    return matmul(p, memory.v.index(slot).reshape([problem.BN, problem.D]), acc, is_async=True)
+    slot = count % work.V_SLOTS
+    mbarrier.wait(memory.v_full.index(slot), (count // work.V_SLOTS) & 1)
+    return matmul(p, memory.v.index(slot).reshape([work.BN, work.D]), acc, is_async=True)
 
 
 @gluon.jit
-def _await_k(count, wanted, problem, memory):
-    mbarrier.wait(memory.k_full.index(count % problem.K_SLOTS), (count // problem.K_SLOTS) & 1, pred=wanted)
+def _await_k(count, wanted, work, memory):
+    mbarrier.wait(memory.k_full.index(count % work.K_SLOTS), (count // work.K_SLOTS) & 1, pred=wanted)
 
 
 @gluon.jit
-def _pass_turn(problem, WHO: gl.constexpr):
-    arrive(problem.TURN + (WHO + 1) % problem.CONSUMERS, 256)
+def _pass_turn(work, WHO: gl.constexpr):
+    arrive(work.TURN + (WHO + 1) % work.CONSUMERS, 256)
 
 
 @gluon.jit
@@ -188,38 +118,38 @@ def _as_operand(p, memory, D: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, block, more, count, acc, p, row_max, row_sum, i, problem, memory, WHO: gl.constexpr, MASKED: gl.constexpr):
+def _step(q, block, more, count, acc, p, row_max, row_sum, i, work, memory, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Scores and softmax of key block `block`, P V of the block before it; `more` says that another block follows."""
     # 1. Both products are issued in this consumer's turn.
-    meet(problem.TURN + WHO, 256)
-    s = _scores(q, count + 1, problem, memory)
-    acc = _weighted_values(p, acc, count, problem, memory)
-    _pass_turn(problem, WHO)
+    meet(work.TURN + WHO, 256)
+    s = _scores(q, count + 1, work, memory)
+    acc = _weighted_values(p, acc, count, work, memory)
+    _pass_turn(work, WHO)
 
     # 2. Softmax, beneath P V.
     s = settle(1, [s])
-    free((count + 1) % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
-    p, shrink, row_max = _probabilities(s, row_max, i, block * problem.BN, problem, MASKED)
-    row_sum = _scale_rows(row_sum, shrink) + _partial_sums(p, problem.BN)
+    free((count + 1) % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+    p, shrink, row_max = _probabilities(s, row_max, i, block * work.BN, work, MASKED)
+    row_sum = _scale_rows(row_sum, shrink) + _partial_sums(p, work.BN)
 
     # 3. The loop of the wait for the next K ends a basic block: without it here ptxas waits for P V before the softmax.
-    _await_k(count + 2, more, problem, memory)
+    _await_k(count + 2, more, work, memory)
     acc = settle(0, [acc])
-    free(count % problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
-    return count + 1, _scale_rows(acc, shrink), _as_operand(p, memory, problem.D), row_max, row_sum
+    free(count % work.V_SLOTS, work.V_FREE, work.V_SLOTS, work.ALL)
+    return count + 1, _scale_rows(acc, shrink), _as_operand(p, memory, work.D), row_max, row_sum
 
 
 @gluon.jit
-def _pass_over(blocks, count, problem, memory, WHO: gl.constexpr):
+def _pass_over(blocks, count, work, memory, WHO: gl.constexpr):
     """Let `blocks` key blocks go by that only consumers of later rows see, keeping rings and turns in step."""
     for _ in range(blocks):
-        _await_k(count, True, problem, memory)
-        free(count % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
-        slot = count % problem.V_SLOTS
-        mbarrier.wait(memory.v_full.index(slot), (count // problem.V_SLOTS) & 1)
-        free(slot, problem.V_FREE, problem.V_SLOTS, problem.ALL)
-        meet(problem.TURN + WHO, 256)
-        _pass_turn(problem, WHO)
+        _await_k(count, True, work, memory)
+        free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+        slot = count % work.V_SLOTS
+        mbarrier.wait(memory.v_full.index(slot), (count // work.V_SLOTS) & 1)
+        free(slot, work.V_FREE, work.V_SLOTS, work.ALL)
+        meet(work.TURN + WHO, 256)
+        _pass_turn(work, WHO)
         count += 1
     return count
 
@@ -233,71 +163,71 @@ def _next_tile(taken, memory, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(problem, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
+def _consumer(work, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
     """Rows 64 WHO, ... of every tile that the block takes."""
-    D: gl.constexpr = problem.D
-    S: gl.constexpr = _accumulator(problem.BN)
+    D: gl.constexpr = work.D
+    S: gl.constexpr = _accumulator(work.BN)
     count = 0  # of key blocks so far: it leads to the slots of both rings, and to their phases
     taken = 0
-    if WHO == problem.CONSUMERS - 1:
-        arrive(problem.TURN, 256)
+    if WHO == work.CONSUMERS - 1:
+        arrive(work.TURN, 256)
     number = _next_tile(taken, memory, 4)
     while number < tiles:
         # 1. Which rows, which key blocks: from the last to the first.
-        i0, b, h, first, end = problem.tile(number)
+        i0, b, h, first, end = work.tile(number)
         i0 += WHO * ROWS
         i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         own_end = end
-        if problem.HAS_HIGH:
-            own_end = gl.minimum(end, problem.end_block(i0 + ROWS, first))
-            count = _pass_over(end - own_end, count, problem, memory, WHO)
-        masked = problem.masked_blocks(i0, first, own_end)
+        if work.HAS_HIGH:
+            own_end = gl.minimum(end, work.end_block(i0 + ROWS, first))
+            count = _pass_over(end - own_end, count, work, memory, WHO)
+        masked = work.masked_blocks(i0, first, own_end)
 
         # 2. The last key block has no block before it.
-        slot = taken % problem.Q_SLOTS * problem.CONSUMERS + WHO
-        mbarrier.wait(memory.q_full.index(slot), (taken // problem.Q_SLOTS) & 1)
+        slot = taken % work.Q_SLOTS * work.CONSUMERS + WHO
+        mbarrier.wait(memory.q_full.index(slot), (taken // work.Q_SLOTS) & 1)
         q = memory.q.index(slot).reshape([ROWS, D])
-        _await_k(count, True, problem, memory)
-        meet(problem.TURN + WHO, 256)
-        s = _scores(q, count, problem, memory)
-        _pass_turn(problem, WHO)
-        if problem.Q_SLOTS > 1:  # by now the other slot's O has left
+        _await_k(count, True, work, memory)
+        meet(work.TURN + WHO, 256)
+        s = _scores(q, count, work, memory)
+        _pass_turn(work, WHO)
+        if work.Q_SLOTS > 1:  # by now the other slot's O has left
             await_stores(0)
-            other = (taken + 1) % problem.Q_SLOTS * problem.CONSUMERS + WHO
+            other = (taken + 1) % work.Q_SLOTS * work.CONSUMERS + WHO
             mbarrier.arrive(memory.q_free.index(other), pred=taken > 0)
         s = settle(0, [s])
-        free(count % problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
+        free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        p, _, row_max = _probabilities(s, row_max, i, (own_end - 1) * problem.BN, problem, True)
-        row_sum = _partial_sums(p, problem.BN)
+        p, _, row_max = _probabilities(s, row_max, i, (own_end - 1) * work.BN, work, True)
+        row_sum = _partial_sums(p, work.BN)
         p = _as_operand(p, memory, D)
         acc = gl.zeros([ROWS, D], gl.float32, _accumulator(D))
-        _await_k(count + 1, own_end - 1 > first, problem, memory)
+        _await_k(count + 1, own_end - 1 > first, work, memory)
 
         # 3. The others, the masked ones before those that are wholly allowed.
         whole_end = gl.minimum(own_end - masked, own_end - 1)
-        if problem.HAS_HIGH or problem.HAS_LOW:
+        if work.HAS_HIGH or work.HAS_LOW:
             for n in range(own_end - 1 - whole_end):
                 block = own_end - 2 - n
                 count, acc, p, row_max, row_sum = _step(
-                    q, block, block > first, count, acc, p, row_max, row_sum, i, problem, memory, WHO, True
+                    q, block, block > first, count, acc, p, row_max, row_sum, i, work, memory, WHO, True
                 )
-        if not problem.HAS_LOW:
+        if not work.HAS_LOW:
             for n in range(whole_end - first):
                 block = whole_end - 1 - n
                 count, acc, p, row_max, row_sum = _step(
-                    q, block, block > first, count, acc, p, row_max, row_sum, i, problem, memory, WHO, False
+                    q, block, block > first, count, acc, p, row_max, row_sum, i, work, memory, WHO, False
                 )
 
         # 4. P V of the first block; beneath it, the sums and lse.
-        acc = _weighted_values(p, acc, count, problem, memory)
+        acc = _weighted_values(p, acc, count, work, memory)
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S))
         dead = total == 0.0
-        lse = gl.where(dead, float("-inf"), row_max * problem.scale + gl.log(gl.where(dead, 1.0, total)))
-        at = (b * problem.heads + h).to(gl.int64) * problem.q_len + i
-        gl.store(lse_at + at, lse, mask=i < problem.q_len)
+        lse = gl.where(dead, float("-inf"), row_max * work.scale + gl.log(gl.where(dead, 1.0, total)))
+        at = (b * work.heads + h).to(gl.int64) * work.q_len + i
+        gl.store(lse_at + at, lse, mask=i < work.q_len)
         acc = settle(0, [acc])
-        free(count % problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
+        free(count % work.V_SLOTS, work.V_FREE, work.V_SLOTS, work.ALL)
         count += 1
 
         # 5. O leaves through Q's slot.
@@ -305,7 +235,7 @@ def _consumer(problem, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
         q.store(acc.to(memory.q.dtype))
         fence_async_shared()
         async_store(o_at, [b, h, i0, 0], memory.q.index(slot))
-        if problem.Q_SLOTS == 1:
+        if work.Q_SLOTS == 1:
             await_stores(0)
             mbarrier.arrive(memory.q_free.index(slot))
         taken += 1
@@ -328,7 +258,7 @@ def _load(descriptor, at, full, slots, slot):
 
 
 @gluon.jit
-def _producer(problem, memory, q_at, k_at, v_at, counter, tiles):
+def _producer(work, memory, q_at, k_at, v_at, counter, tiles):
     """Takes tiles and brings what they need, K one key block ahead of V.
 
     Tiles after a block's first come from `counter`. Every block draws until it gets none, so `tiles` numbers are drawn in
@@ -339,14 +269,14 @@ def _producer(problem, memory, q_at, k_at, v_at, counter, tiles):
     number = gl.program_id(0)
     _publish(number, taken, memory)
     while number < tiles:
-        i0, b, h, first, end = problem.tile(number)
-        kv = h // problem.group
-        slot = blocks % problem.K_SLOTS
-        reserve(slot, blocks >= problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
-        _load(k_at, [b, kv, (end - 1) * problem.BN, 0], memory.k_full, memory.k, slot)
-        for who in gl.static_range(problem.CONSUMERS):
-            slot = taken % problem.Q_SLOTS * problem.CONSUMERS + who
-            mbarrier.wait(memory.q_free.index(slot), (taken // problem.Q_SLOTS + 1) & 1, pred=taken >= problem.Q_SLOTS)
+        i0, b, h, first, end = work.tile(number)
+        kv = h // work.group
+        slot = blocks % work.K_SLOTS
+        reserve(slot, blocks >= work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+        _load(k_at, [b, kv, (end - 1) * work.BN, 0], memory.k_full, memory.k, slot)
+        for who in gl.static_range(work.CONSUMERS):
+            slot = taken % work.Q_SLOTS * work.CONSUMERS + who
+            mbarrier.wait(memory.q_free.index(slot), (taken // work.Q_SLOTS + 1) & 1, pred=taken >= work.Q_SLOTS)
             _load(q_at, [b, h, i0 + who * ROWS, 0], memory.q_full, memory.q, slot)
         # Early, so that nobody waits for the answer of the L2 cache. Consumers are past the number that is overwritten:
         # they gave back a slot of Q since.
@@ -359,20 +289,20 @@ def _producer(problem, memory, q_at, k_at, v_at, counter, tiles):
         for n in range(end - first):
             block = end - 1 - n
             if block > first:
-                slot = (blocks + 1) % problem.K_SLOTS
-                reserve(slot, blocks + 1 >= problem.K_SLOTS, problem.K_FREE, problem.K_SLOTS, problem.ALL)
-                _load(k_at, [b, kv, (block - 1) * problem.BN, 0], memory.k_full, memory.k, slot)
-            slot = blocks % problem.V_SLOTS
-            reserve(slot, blocks >= problem.V_SLOTS, problem.V_FREE, problem.V_SLOTS, problem.ALL)
-            _load(v_at, [b, kv, block * problem.BN, 0], memory.v_full, memory.v, slot)
+                slot = (blocks + 1) % work.K_SLOTS
+                reserve(slot, blocks + 1 >= work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+                _load(k_at, [b, kv, (block - 1) * work.BN, 0], memory.k_full, memory.k, slot)
+            slot = blocks % work.V_SLOTS
+            reserve(slot, blocks >= work.V_SLOTS, work.V_FREE, work.V_SLOTS, work.ALL)
+            _load(v_at, [b, kv, block * work.BN, 0], memory.v_full, memory.v, slot)
             blocks += 1
     # The last arrivals need somebody to meet.
-    for i in gl.static_range(problem.K_SLOTS):
+    for i in gl.static_range(work.K_SLOTS):
         if blocks > i:
-            meet(problem.K_FREE + i, problem.ALL)
-    for i in gl.static_range(problem.V_SLOTS):
+            meet(work.K_FREE + i, work.ALL)
+    for i in gl.static_range(work.V_SLOTS):
         if blocks > i:
-            meet(problem.V_FREE + i, problem.ALL)
+            meet(work.V_FREE + i, work.ALL)
 
 
 RUNTIME = ["batch_heads", "heads", "group", "q_len", "k_len", "low", "high", "section", "tiles"]
@@ -390,8 +320,24 @@ def forward_kernel(
     Descriptors are of (B, H, L, D) in any strides, with tiles of 64 rows of q and o, BN of k and v. counter is an int32 zero,
     and zero again afterwards.
     """
-    problem = Problem(
-        scale, batch_heads, heads, group, q_len, k_len, low, high, section, D, BN, CONSUMERS, K_SLOTS, V_SLOTS, Q_SLOTS, HAS_LOW, HAS_HIGH
+    work = ForwardWork(
+        scale,
+        batch_heads,
+        heads,
+        group,
+        q_len,
+        k_len,
+        low,
+        high,
+        section,
+        D,
+        BN,
+        CONSUMERS,
+        K_SLOTS,
+        V_SLOTS,
+        Q_SLOTS,
+        HAS_LOW,
+        HAS_HIGH,
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     memory = Memory(
@@ -416,15 +362,15 @@ def forward_kernel(
         mbarrier.init(memory.tile_full.index(i), count=1)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (problem, memory, o_at, lse_at, tiles, 0)),
-            (_consumer, (problem, memory, o_at, lse_at, tiles, 1)),
-            (_producer, (problem, memory, q_at, k_at, v_at, counter, tiles)),
+            (_consumer, (work, memory, o_at, lse_at, tiles, 0)),
+            (_consumer, (work, memory, o_at, lse_at, tiles, 1)),
+            (_producer, (work, memory, q_at, k_at, v_at, counter, tiles)),
         ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (problem, memory, o_at, lse_at, tiles, 0)),
-            (_consumer, (problem, memory, o_at, lse_at, tiles, 1)),
-            (_consumer, (problem, memory, o_at, lse_at, tiles, 2)),
-            (_producer, (problem, memory, q_at, k_at, v_at, counter, tiles)),
+            (_consumer, (work, memory, o_at, lse_at, tiles, 0)),
+            (_consumer, (work, memory, o_at, lse_at, tiles, 1)),
+            (_consumer, (work, memory, o_at, lse_at, tiles, 2)),
+            (_producer, (work, memory, q_at, k_at, v_at, counter, tiles)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

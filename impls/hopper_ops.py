@@ -5,11 +5,17 @@ mbarrier, which the compiler surrounds with waits of the whole warpgroup, costs 
 and one for each further partition of `warp_specialize`; the kernels number theirs after those.
 """
 
-import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate as aggregate
 
 __all__ = [
