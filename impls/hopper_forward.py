@@ -25,6 +25,8 @@ from .hopper_ops import (
 )  # fmt: skip
 from .hopper_work import ROWS, ForwardWork
 
+TILE_SLOTS: gl.constexpr = gl.constexpr(3)
+"""The producer is one tile ahead, and may publish the next before the slowest consumer has read the one that it is in."""
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
@@ -141,29 +143,57 @@ def _step(q, block, more, count, acc, p, row_max, row_sum, i, work, memory, WHO:
 
 @gluon.jit
 def _pass_over(blocks, count, work, memory, WHO: gl.constexpr):
-    """Let `blocks` key blocks go by that only consumers of later rows see, keeping rings and turns in step."""
+    """Let `blocks` key blocks go by that only other consumers need, keeping rings and turns in step."""
     for _ in range(blocks):
+        meet(work.TURN + WHO, 256)
+        _pass_turn(work, WHO)
         _await_k(count, True, work, memory)
         free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
         slot = count % work.V_SLOTS
         mbarrier.wait(memory.v_full.index(slot), (count // work.V_SLOTS) & 1)
         free(slot, work.V_FREE, work.V_SLOTS, work.ALL)
-        meet(work.TURN + WHO, 256)
-        _pass_turn(work, WHO)
         count += 1
     return count
 
 
 @gluon.jit
-def _next_tile(taken, memory, WARPS: gl.constexpr):
-    """The number of the tile that the producer took, its `taken`-th."""
-    mbarrier.wait(memory.tile_full.index(taken % 2), (taken // 2) & 1)
-    number = memory.tile.index(taken % 2).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.max(number, 0)
+def _read(memory, at):
+    return gl.max(memory.tile.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _consumer(work, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
+def _next_tile(taken, memory):
+    """(i0, b, h, first and last + 1 key block) of the `taken`-th tile; i0 is -1 where there is none."""
+    mbarrier.wait(memory.tile_full.index(taken % TILE_SLOTS), (taken // TILE_SLOTS) & 1)
+    at = taken % TILE_SLOTS * 5
+    return _read(memory, at), _read(memory, at + 1), _read(memory, at + 2), _read(memory, at + 3), _read(memory, at + 4)
+
+
+@gluon.jit
+def _q_slot(taken, work, WHO: gl.constexpr):
+    return taken % work.Q_SLOTS * work.CONSUMERS + WHO
+
+
+@gluon.jit
+def _begin(i0, first, end, taken, count, work, memory, WHO: gl.constexpr):
+    """(count, the consumer's own end, scores as issued) of the last key block of a tile; of nothing where i0 is -1.
+
+    Then the scores are of what is left in the slots and nobody reads them: a branch around a product would cost more.
+    """
+    there = i0 >= 0
+    own_end = work.own_end(i0 + WHO * ROWS, first, end)
+    count = _pass_over(gl.where(there, end - own_end, 0), count, work, memory, WHO)
+    slot = _q_slot(taken, work, WHO)
+    mbarrier.wait(memory.q_full.index(slot), (taken // work.Q_SLOTS) & 1, pred=there)
+    _await_k(count, there, work, memory)
+    meet(work.TURN + WHO, 256)
+    s = _scores(memory.q.index(slot).reshape([ROWS, work.D]), count, work, memory)
+    _pass_turn(work, WHO)
+    return count, own_end, s
+
+
+@gluon.jit
+def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
     """Rows 64 WHO, ... of every tile that the block takes."""
     D: gl.constexpr = work.D
     S: gl.constexpr = _accumulator(work.BN)
@@ -171,41 +201,27 @@ def _consumer(work, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
     taken = 0
     if WHO == work.CONSUMERS - 1:
         arrive(work.TURN, 256)
-    number = _next_tile(taken, memory, 4)
-    while number < tiles:
-        # 1. Which rows, which key blocks: from the last to the first.
-        i0, b, h, first, end = work.tile(number)
+    i0, b, h, first, end = _next_tile(taken, memory)
+    count, own_end, s = _begin(i0, first, end, taken, count, work, memory, WHO)
+    s = settle(0, [s])
+    free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+    while i0 >= 0:
+        # 1. The last key block has no block before it.
         i0 += WHO * ROWS
         i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        own_end = end
-        if work.HAS_HIGH:
-            own_end = gl.minimum(end, work.end_block(i0 + ROWS, first))
-            count = _pass_over(end - own_end, count, work, memory, WHO)
-        masked = work.masked_blocks(i0, first, own_end)
-
-        # 2. The last key block has no block before it.
-        slot = taken % work.Q_SLOTS * work.CONSUMERS + WHO
-        mbarrier.wait(memory.q_full.index(slot), (taken // work.Q_SLOTS) & 1)
-        q = memory.q.index(slot).reshape([ROWS, D])
-        _await_k(count, True, work, memory)
-        meet(work.TURN + WHO, 256)
-        s = _scores(q, count, work, memory)
-        _pass_turn(work, WHO)
-        if work.Q_SLOTS > 1:  # by now the other slot's O has left
-            await_stores(0)
-            other = (taken + 1) % work.Q_SLOTS * work.CONSUMERS + WHO
-            mbarrier.arrive(memory.q_free.index(other), pred=taken > 0)
-        s = settle(0, [s])
-        free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+        q = memory.q.index(_q_slot(taken, work, WHO)).reshape([ROWS, D])
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         p, _, row_max = _probabilities(s, row_max, i, (own_end - 1) * work.BN, work, True)
         row_sum = _partial_sums(p, work.BN)
         p = _as_operand(p, memory, D)
         acc = gl.zeros([ROWS, D], gl.float32, _accumulator(D))
+        if work.Q_SLOTS > 1:  # by now the other slot's O has left
+            await_stores(0)
+            mbarrier.arrive(memory.q_free.index(_q_slot(taken + 1, work, WHO)), pred=taken > 0)
         _await_k(count + 1, own_end - 1 > first, work, memory)
 
-        # 3. The others, the masked ones before those that are wholly allowed.
-        whole_end = gl.minimum(own_end - masked, own_end - 1)
+        # 2. The others, the masked ones before those that are wholly allowed.
+        whole_end = gl.minimum(own_end - work.masked_blocks(i0, first, own_end), own_end - 1)
         if work.HAS_HIGH or work.HAS_LOW:
             for n in range(own_end - 1 - whole_end):
                 block = own_end - 2 - n
@@ -219,36 +235,59 @@ def _consumer(work, memory, o_at, lse_at, tiles, WHO: gl.constexpr):
                     q, block, block > first, count, acc, p, row_max, row_sum, i, work, memory, WHO, False
                 )
 
-        # 4. P V of the first block; beneath it, the sums and lse.
+        # 3. P V of the first block, and the next tile's first scores; beneath them, the sums and lse.
         acc = _weighted_values(p, acc, count, work, memory)
+        v_slot = count % work.V_SLOTS
+        count += 1
+        next_i0, next_b, next_h, first, end = _next_tile(taken + 1, memory)
+        if work.Q_SLOTS > 1:
+            count, own_end, s = _begin(next_i0, first, end, taken + 1, count, work, memory, WHO)
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S))
         dead = total == 0.0
         lse = gl.where(dead, float("-inf"), row_max * work.scale + gl.log(gl.where(dead, 1.0, total)))
         at = (b * work.heads + h).to(gl.int64) * work.q_len + i
         gl.store(lse_at + at, lse, mask=i < work.q_len)
-        acc = settle(0, [acc])
-        free(count % work.V_SLOTS, work.V_FREE, work.V_SLOTS, work.ALL)
-        count += 1
+        if work.Q_SLOTS > 1:
+            acc = settle(1, [acc])
+        else:
+            acc = settle(0, [acc])
+        free(v_slot, work.V_FREE, work.V_SLOTS, work.ALL)
 
-        # 5. O leaves through Q's slot.
+        # 4. O leaves through Q's slot.
         acc = _scale_rows(acc, 1.0 / gl.where(dead, 1.0, total))
         q.store(acc.to(memory.q.dtype))
         fence_async_shared()
-        async_store(o_at, [b, h, i0, 0], memory.q.index(slot))
+        async_store(o_at, [b, h, i0, 0], memory.q.index(_q_slot(taken, work, WHO)))
         if work.Q_SLOTS == 1:
             await_stores(0)
-            mbarrier.arrive(memory.q_free.index(slot))
+            mbarrier.arrive(memory.q_free.index(WHO))
+            count, own_end, s = _begin(next_i0, first, end, taken + 1, count, work, memory, WHO)
         taken += 1
-        number = _next_tile(taken, memory, 4)
+        i0, b, h = next_i0, next_b, next_h
+        s = settle(0, [s])
+        if i0 >= 0:
+            free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
     await_stores(0)
 
 
 @gluon.jit
-def _publish(number, taken, memory):
-    """Tell the consumers the number of the `taken`-th tile."""
-    where = memory.tile.index(taken % 2)
-    where.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
-    mbarrier.arrive(memory.tile_full.index(taken % 2))
+def _publish(number, taken, tiles, work, memory):
+    """Tell the consumers the `taken`-th tile, and give it back, as `tile` of the work does; i0 is -1 if there is none."""
+    i0, b, h, first, end = work.tile(gl.minimum(number, tiles - 1))
+    i0 = gl.where(number < tiles, i0, -1)
+    at = taken % TILE_SLOTS * 5
+    _write(memory, at, i0)
+    _write(memory, at + 1, b)
+    _write(memory, at + 2, h)
+    _write(memory, at + 3, first)
+    _write(memory, at + 4, end)
+    mbarrier.arrive(memory.tile_full.index(taken % TILE_SLOTS))
+    return i0, b, h, first, end
+
+
+@gluon.jit
+def _write(memory, at, value):
+    memory.tile.index(at).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
 @gluon.jit
@@ -266,26 +305,22 @@ def _producer(work, memory, q_at, k_at, v_at, counter, tiles):
     """
     blocks = 0
     taken = 0
-    number = gl.program_id(0)
-    _publish(number, taken, memory)
-    while number < tiles:
-        i0, b, h, first, end = work.tile(number)
+    i0, b, h, first, end = _publish(gl.program_id(0), taken, tiles, work, memory)
+    while i0 >= 0:
         kv = h // work.group
         slot = blocks % work.K_SLOTS
         reserve(slot, blocks >= work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
         _load(k_at, [b, kv, (end - 1) * work.BN, 0], memory.k_full, memory.k, slot)
         for who in gl.static_range(work.CONSUMERS):
-            slot = taken % work.Q_SLOTS * work.CONSUMERS + who
+            slot = _q_slot(taken, work, who)
             mbarrier.wait(memory.q_free.index(slot), (taken // work.Q_SLOTS + 1) & 1, pred=taken >= work.Q_SLOTS)
             _load(q_at, [b, h, i0 + who * ROWS, 0], memory.q_full, memory.q, slot)
-        # Early, so that nobody waits for the answer of the L2 cache. Consumers are past the number that is overwritten:
-        # they gave back a slot of Q since.
+        # Early, so that nobody waits for the answer of the L2 cache.
         drawn = gl.atomic_add(counter, 1, sem="relaxed")
         if drawn == tiles - 1:
             gl.store(counter, 0)
-        number = drawn + gl.num_programs(0)
         taken += 1
-        _publish(number, taken, memory)
+        next_i0, next_b, next_h, next_first, next_end = _publish(drawn + gl.num_programs(0), taken, tiles, work, memory)
         for n in range(end - first):
             block = end - 1 - n
             if block > first:
@@ -296,6 +331,7 @@ def _producer(work, memory, q_at, k_at, v_at, counter, tiles):
             reserve(slot, blocks >= work.V_SLOTS, work.V_FREE, work.V_SLOTS, work.ALL)
             _load(v_at, [b, kv, block * work.BN, 0], memory.v_full, memory.v, slot)
             blocks += 1
+        i0, b, h, first, end = next_i0, next_b, next_h, next_first, next_end
     # The last arrivals need somebody to meet.
     for i in gl.static_range(work.K_SLOTS):
         if blocks > i:
@@ -344,12 +380,12 @@ def forward_kernel(
         gl.allocate_shared_memory(q_at.dtype, [Q_SLOTS * CONSUMERS, 1, 1, ROWS, D], q_at.layout),
         gl.allocate_shared_memory(k_at.dtype, [K_SLOTS, 1, 1, BN, D], k_at.layout),
         gl.allocate_shared_memory(v_at.dtype, [V_SLOTS, 1, 1, BN, D], v_at.layout),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [5 * TILE_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [TILE_SLOTS, 1], BARRIER),
     )
     for i in gl.static_range(Q_SLOTS * CONSUMERS):
         mbarrier.init(memory.q_free.index(i), count=1)
@@ -358,19 +394,19 @@ def forward_kernel(
         mbarrier.init(memory.k_full.index(i), count=1)
     for i in gl.static_range(V_SLOTS):
         mbarrier.init(memory.v_full.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(TILE_SLOTS):
         mbarrier.init(memory.tile_full.index(i), count=1)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, memory, o_at, lse_at, tiles, 0)),
-            (_consumer, (work, memory, o_at, lse_at, tiles, 1)),
+            (_consumer, (work, memory, o_at, lse_at, 0)),
+            (_consumer, (work, memory, o_at, lse_at, 1)),
             (_producer, (work, memory, q_at, k_at, v_at, counter, tiles)),
         ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (work, memory, o_at, lse_at, tiles, 0)),
-            (_consumer, (work, memory, o_at, lse_at, tiles, 1)),
-            (_consumer, (work, memory, o_at, lse_at, tiles, 2)),
+            (_consumer, (work, memory, o_at, lse_at, 0)),
+            (_consumer, (work, memory, o_at, lse_at, 1)),
+            (_consumer, (work, memory, o_at, lse_at, 2)),
             (_producer, (work, memory, q_at, k_at, v_at, counter, tiles)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -84,6 +84,14 @@ class ForwardWork:
         return end
 
     @gluon.jit
+    def own_end(self, i0, first, end):
+        """One past the last key block that a consumer's rows i0, ... need; rows that do not exist need one block."""
+        own = end
+        if self.HAS_HIGH:
+            own = gl.minimum(end, self.end_block(i0 + ROWS, first))
+        return gl.where(i0 < self.q_len, own, first + 1)
+
+    @gluon.jit
     def masked_blocks(self, i0, first, end):
         """Of the blocks first..end - 1, how many from the end must be masked for rows i0, ..."""
         full = self.k_len // self.BN

@@ -49,7 +49,10 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], 
     log = _assembled(made.asm["ptx"], capability)
     return Compiled(
         kernel.__name__,
-        *(_number(log, pattern) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")),
+        *(
+            _number(log, pattern)
+            for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+        ),
         _number(log, r"(\d+) bytes stack frame"),
         made.metadata.shared,
         tuple(sorted(set(re.findall(r"\((C\d{4})\)", log)))),
@@ -60,7 +63,9 @@ def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> An
     """What Triton's launcher would compile: types of the arguments, 16 bytes as what is known of every pointer."""
     names = kernel.arg_names
     signature = dict(zip(names, map(_type, args), strict=False)) | dict.fromkeys(constants, "constexpr")
-    values = {(at,): None for at, x in enumerate(args) if x is None} | {(names.index(n),): v for n, v in constants.items()}
+    values = {(at,): None for at, x in enumerate(args) if x is None} | {
+        (names.index(n),): v for n, v in constants.items()
+    }
     aligned = {(at,): [["tt.divisibility", 16]] for at, x in enumerate(args) if _type(x).startswith("*")}
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as Source
@@ -94,8 +99,18 @@ def _assembled(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        for program in ("ptxas", "ptxas-blackwell"):  # Triton 3.9 writes a version of PTX that only the second one reads
-            command = [programs / program, "-v", f"--gpu-name=sm_{capability}a", source, "-o", Path(folder) / "kernel.cubin"]
+        for program in (
+            "ptxas",
+            "ptxas-blackwell",
+        ):  # Triton 3.9 writes a version of PTX that only the second one reads
+            command = [
+                programs / program,
+                "-v",
+                f"--gpu-name=sm_{capability}a",
+                source,
+                "-o",
+                Path(folder) / "kernel.cubin",
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if "Unsupported .version" not in done.stderr + done.stdout:
                 break
