@@ -143,7 +143,7 @@ def _step(q, block, more, count, acc, p, row_max, row_sum, i, work, memory, WHO:
 
 @gluon.jit
 def _pass_over(blocks, count, work, memory, WHO: gl.constexpr):
-    """Let `blocks` key blocks go by that only other consumers need, keeping rings and turns in step."""
+    """Let `blocks` last key blocks of a tile go by that only consumers of later rows see, keeping rings and turns in step."""
     for _ in range(blocks):
         meet(work.TURN + WHO, 256)
         _pass_turn(work, WHO)
@@ -154,6 +154,19 @@ def _pass_over(blocks, count, work, memory, WHO: gl.constexpr):
         free(slot, work.V_FREE, work.V_SLOTS, work.ALL)
         count += 1
     return count
+
+
+@gluon.jit
+def _idle_step(count, work, memory, WHO: gl.constexpr):
+    """What `_step` is to the other consumers and the producer, without products: for rows that do not exist."""
+    meet(work.TURN + WHO, 256)
+    _pass_turn(work, WHO)
+    _await_k(count + 1, True, work, memory)
+    free((count + 1) % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
+    slot = count % work.V_SLOTS
+    mbarrier.wait(memory.v_full.index(slot), (count // work.V_SLOTS) & 1)
+    free(slot, work.V_FREE, work.V_SLOTS, work.ALL)
+    return count + 1
 
 
 @gluon.jit
@@ -181,8 +194,10 @@ def _begin(i0, first, end, taken, count, work, memory, WHO: gl.constexpr):
     Then the scores are of what is left in the slots and nobody reads them: a branch around a product would cost more.
     """
     there = i0 >= 0
-    own_end = work.own_end(i0 + WHO * ROWS, first, end)
-    count = _pass_over(gl.where(there, end - own_end, 0), count, work, memory, WHO)
+    own_end = end
+    if work.HAS_HIGH:
+        own_end = gl.minimum(end, work.end_block(i0 + (WHO + 1) * ROWS, first))
+        count = _pass_over(gl.where(there, end - own_end, 0), count, work, memory, WHO)
     slot = _q_slot(taken, work, WHO)
     mbarrier.wait(memory.q_full.index(slot), (taken // work.Q_SLOTS) & 1, pred=there)
     _await_k(count, there, work, memory)
@@ -221,7 +236,11 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         _await_k(count + 1, own_end - 1 > first, work, memory)
 
         # 2. The others, the masked ones before those that are wholly allowed.
+        own_first = gl.where(i0 < work.q_len, first, own_end - 1)
+        for _ in range(own_first - first):
+            count = _idle_step(count, work, memory, WHO)
         whole_end = gl.minimum(own_end - work.masked_blocks(i0, first, own_end), own_end - 1)
+        whole_end = gl.maximum(whole_end, own_first)
         if work.HAS_HIGH or work.HAS_LOW:
             for n in range(own_end - 1 - whole_end):
                 block = own_end - 2 - n
@@ -229,7 +248,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
                     q, block, block > first, count, acc, p, row_max, row_sum, i, work, memory, WHO, True
                 )
         if not work.HAS_LOW:
-            for n in range(whole_end - first):
+            for n in range(whole_end - own_first):
                 block = whole_end - 1 - n
                 count, acc, p, row_max, row_sum = _step(
                     q, block, block > first, count, acc, p, row_max, row_sum, i, work, memory, WHO, False

@@ -49,6 +49,8 @@ class ForwardWork:
         self.D, self.BN, self.CONSUMERS = gl.constexpr(D), gl.constexpr(BN), gl.constexpr(CONSUMERS)
         self.K_SLOTS, self.V_SLOTS = gl.constexpr(K_SLOTS), gl.constexpr(V_SLOTS)
         self.HAS_LOW, self.HAS_HIGH, self.Q_SLOTS = gl.constexpr(HAS_LOW), gl.constexpr(HAS_HIGH), gl.constexpr(Q_SLOTS)
+        # A consumer passes over blocks before it has freed the last V of the tile before.
+        assert (CONSUMERS - 1) * 64 <= BN * (V_SLOTS - 1), "consumers must begin less than V_SLOTS key blocks apart"
         first = CONSUMERS + 2  # those below belong to the compiler
         assert first + K_SLOTS + V_SLOTS + CONSUMERS <= 16, "a block has 16 named barriers"
         self.K_FREE, self.V_FREE = gl.constexpr(first), gl.constexpr(first + K_SLOTS)
@@ -82,14 +84,6 @@ class ForwardWork:
         if self.HAS_HIGH:
             end = gl.maximum(gl.minimum(end, gl.cdiv(end_i + self.high, self.BN)), first + 1)
         return end
-
-    @gluon.jit
-    def own_end(self, i0, first, end):
-        """One past the last key block that a consumer's rows i0, ... need; rows that do not exist need one block."""
-        own = end
-        if self.HAS_HIGH:
-            own = gl.minimum(end, self.end_block(i0 + ROWS, first))
-        return gl.where(i0 < self.q_len, own, first + 1)
 
     @gluon.jit
     def masked_blocks(self, i0, first, end):
