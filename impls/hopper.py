@@ -31,8 +31,8 @@ FORWARD: dict[int, dict[str, int]] = {
 }  # fmt: skip
 """By head dim. Shared memory: 227 KB of Q, K and V. Registers: 65,536 for the consumers and the producer's warpgroup together."""
 BACKWARD: dict[int, dict[str, int]] = {
-    64: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
-    128: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
+    64: {"BM": 64, "SPIN": True, "REGISTERS": 240, "WARP_REGISTERS": 24},
+    128: {"BM": 64, "SPIN": False, "REGISTERS": 240, "WARP_REGISTERS": 24},
 }
 
 REGION = Region(

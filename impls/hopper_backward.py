@@ -132,14 +132,16 @@ def _probabilities(s, count, block, j, work, memory, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _finish(s, dp, count, block, dv, j, work, memory, WHO: gl.constexpr, MASKED: gl.constexpr):
-    """(dS^T as an operand, dV) of a block whose scores are done and whose dP is issued. dS is left in shared memory too.
+def _finish(p, dp, count, dv, work, memory, WHO: gl.constexpr):
+    """(dS^T as an operand, dV) of a block from its P^T and its dP as issued. dS is left in shared memory too.
 
     dV is issued after dS was computed: beneath an unfinished dV, ptxas 12.8 (Triton 3.6) dies of the arithmetic of dS.
     """
-    p = _probabilities(s, count, block, j, work, memory, MASKED)
     operand = gl.convert_layout(p.to(memory.q.dtype), _operand(work.D))
     delta = memory.delta.index(count % DO_SLOTS).reshape([work.BM]).load(gl.SliceLayout(0, _accumulator(work.BM)))
+    if work.SPIN:
+        # Done long ago; but its loop ends a basic block, and keeps ptxas from waiting for dP before half of the exponentials.
+        mbarrier.wait(memory.do_full.index(count % DO_SLOTS), (count // DO_SLOTS) & 1)
     dp = settle(0, [dp])
     ds = (p * (dp - delta[None, :])).to(memory.q.dtype)
     memory.ds.index(count % 2 * 2 + WHO).store(ds)
@@ -173,12 +175,20 @@ def _step(count, block, ds, dk, dv, j, work, memory, WHO: gl.constexpr, MASKED: 
     dq = _dq(count - 1, work, memory, WHO)
     dk = _dk(ds, count - 1, dk, work, memory)
     s = _scores(count, work, memory, WHO)
-    dq = settle(2, [dq])
-    _hand_over(dq, work, memory, WHO)
-    dp = _dp(count, work, memory, WHO)
-    dk, s = settle(1, [dk, s])
-    free((count - 1) % Q_SLOTS, Q_FREE, Q_SLOTS, CONSUMERS_AND_ONE)
-    ds, dv = _finish(s, dp, count, block, dv, j, work, memory, WHO, MASKED)
+    if work.D == 64:  # registers for all four results: dQ is handed over while dP is computed
+        dp = _dp(count, work, memory, WHO)
+        dq, dk, s = settle(1, [dq, dk, s])
+        free((count - 1) % Q_SLOTS, Q_FREE, Q_SLOTS, CONSUMERS_AND_ONE)
+        p = _probabilities(s, count, block, j, work, memory, MASKED)
+        _hand_over(dq, work, memory, WHO)
+    else:
+        dq = settle(2, [dq])
+        _hand_over(dq, work, memory, WHO)
+        dp = _dp(count, work, memory, WHO)
+        dk, s = settle(1, [dk, s])
+        free((count - 1) % Q_SLOTS, Q_FREE, Q_SLOTS, CONSUMERS_AND_ONE)
+        p = _probabilities(s, count, block, j, work, memory, MASKED)
+    ds, dv = _finish(p, dp, count, dv, work, memory, WHO)
     return ds, dk, dv
 
 
@@ -196,7 +206,8 @@ def _consumer(work, memory, dk_at, dv_at, WHO: gl.constexpr):
     s = _scores(0, work, memory, WHO)
     dp = _dp(0, work, memory, WHO)
     s = settle(1, [s])
-    ds, dv = _finish(s, dp, 0, first, dv, j, work, memory, WHO, True)
+    p = _probabilities(s, 0, first, j, work, memory, True)
+    ds, dv = _finish(p, dp, 0, dv, work, memory, WHO)
 
     # 2. The other blocks of all query heads of the group.
     count = 1
@@ -292,7 +303,8 @@ RUNTIME = ["kv_heads", "group", "q_len", "k_len", "low", "high", "batch_heads", 
 @gluon.jit(do_not_specialize=RUNTIME)
 def backward_kernel(
     q_at, k_at, v_at, do_at, lse_at, delta_at, dq_at, dk_at, dv_at, scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section,
-    D: gl.constexpr, BM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr,
+    SPIN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, REGISTERS: gl.constexpr,
     WARP_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Writes dk and dv and adds dq / scale to a float32 tensor that is zero at first. Grid: key tiles of all batches and key heads.
@@ -300,7 +312,9 @@ def backward_kernel(
     Descriptors are of (B, H, L, D) in any strides: tiles of BM rows of q and do, 64 of k, v, dk and dv, a part of dq. lse and delta
     are what `prepare_kernel` makes, (B Hq, L padded), in tiles of BM.
     """
-    work = BackwardWork(scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, HAS_LOW, HAS_HIGH)
+    work = BackwardWork(
+        scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, SPIN, HAS_LOW, HAS_HIGH
+    )
     dtype: gl.constexpr = q_at.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
