@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 RUFF := .venv/bin/ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all check format bench calibrate gpu-test clean
+.PHONY: help env demo test test-all check format bench calibrate gpu-bench gpu-test clean
 
 help: ## what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ bench: env ## measure speed and memory and rewrite docs/benchmarks.md
 
 calibrate: env ## 20,000 cases per conforming implementation: no false alarm; an hour or more
 	@tools/calibrate
+
+gpu-bench: env ## teraflop a second of every implementation on a CUDA device; OPTIONS='--help' says what can be chosen
+	@.venv/bin/python -m flashproof.ci.gpu_bench $(OPTIONS)
 
 gpu-test: env ## the tests that need a CUDA device
 	@.venv/bin/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-test: there is no CUDA device")'

@@ -55,14 +55,14 @@ def _hopper(causal: bool) -> Call:
     from ..fuzz.masks import Causal, Full
     from ..impls.hopper import hopper
 
-    return lambda q, k, v: hopper(q, k, v, mask=Causal() if causal else Full())  # type: ignore[return-value]
+    return lambda q, k, v: hopper(q, k, v, mask=Causal() if causal else Full())
 
 
 def _triton_flash(causal: bool) -> Call:
     from ..fuzz.masks import Causal, Full
     from ..impls.triton_flash import triton_flash
 
-    return lambda q, k, v: triton_flash(q, k, v, mask=Causal() if causal else Full())  # type: ignore[return-value]
+    return lambda q, k, v: triton_flash(q, k, v, mask=Causal() if causal else Full())
 
 
 def _sdpa(backend: str) -> Callable[[bool], Call]:

@@ -7,7 +7,7 @@ hopper_forward and hopper_backward, imported at the first call, so that listing 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,23 +31,30 @@ FORWARD: dict[int, dict[str, int]] = {
 }  # fmt: skip
 """By head dim. Shared memory: 227 KB of Q, K and V. Registers: 65,536 for the consumers and the producer's warpgroup together."""
 BACKWARD: dict[int, dict[str, int]] = {
-    64: {"BM": 64, "SPIN": True, "REGISTERS": 240, "WARP_REGISTERS": 24},
-    128: {"BM": 64, "SPIN": False, "REGISTERS": 240, "WARP_REGISTERS": 24},
+    64: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
+    128: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
 }
 
 REGION = Region(
-    dtypes=("float16", "bfloat16"), head_dims=HEAD_DIMS, min_len=1, dv_differs=False,
+    dtypes=("float16", "bfloat16"), head_dims=tuple(BACKWARD), min_len=1, dv_differs=False,
     masks=("none", "causal_top_left", "causal_bottom_right", "window"),
     bias=False, bias_grad=False, negative_scale=False, softcap=False, dropout=False, alibi=False, sinks=False, sinks_grad=False,
 )  # fmt: skip
 
 
+CONTRACT = "hopper,masked_nonfinite=may_leak,kv_tile=64,q_tile=64,deterministic=o+lse+dk+dv"
+"""dq is summed by the copy engine, in any order."""
+
+
 @register(
+    name="hopper_256",
     dialect="native",
-    supports=REGION,
-    contract="hopper,masked_nonfinite=may_leak,kv_tile=64,q_tile=64,deterministic=o+lse+dk+dv",  # dq is summed by the copy engine
+    supports=replace(REGION, head_dims=(256,), backward=False, lse_grad=False),
+    contract=CONTRACT,
     devices=("cuda",),
+    summary="hopper at head dim 256, forward only",
 )
+@register(dialect="native", supports=REGION, contract=CONTRACT, devices=("cuda",))
 def hopper(
     q: Tensor,
     k: Tensor,

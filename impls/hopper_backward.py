@@ -139,9 +139,6 @@ def _finish(p, dp, count, dv, work, memory, WHO: gl.constexpr):
     """
     operand = gl.convert_layout(p.to(memory.q.dtype), _operand(work.D))
     delta = memory.delta.index(count % DO_SLOTS).reshape([work.BM]).load(gl.SliceLayout(0, _accumulator(work.BM)))
-    if work.SPIN:
-        # Done long ago; but its loop ends a basic block, and keeps ptxas from waiting for dP before half of the exponentials.
-        mbarrier.wait(memory.do_full.index(count % DO_SLOTS), (count // DO_SLOTS) & 1)
     dp = settle(0, [dp])
     ds = (p * (dp - delta[None, :])).to(memory.q.dtype)
     memory.ds.index(count % 2 * 2 + WHO).store(ds)
@@ -304,7 +301,7 @@ RUNTIME = ["kv_heads", "group", "q_len", "k_len", "low", "high", "batch_heads", 
 def backward_kernel(
     q_at, k_at, v_at, do_at, lse_at, delta_at, dq_at, dk_at, dv_at, scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section,
     D: gl.constexpr, BM: gl.constexpr,
-    SPIN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, REGISTERS: gl.constexpr,
     WARP_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Writes dk and dv and adds dq / scale to a float32 tensor that is zero at first. Grid: key tiles of all batches and key heads.
@@ -312,9 +309,7 @@ def backward_kernel(
     Descriptors are of (B, H, L, D) in any strides: tiles of BM rows of q and do, 64 of k, v, dk and dv, a part of dq. lse and delta
     are what `prepare_kernel` makes, (B Hq, L padded), in tiles of BM.
     """
-    work = BackwardWork(
-        scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, SPIN, HAS_LOW, HAS_HIGH
-    )
+    work = BackwardWork(scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, HAS_LOW, HAS_HIGH)
     dtype: gl.constexpr = q_at.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)

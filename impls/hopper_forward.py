@@ -20,6 +20,7 @@ from .hopper_ops import (
     matmul,
     mbarrier,
     meet,
+    meet_warps,
     reserve,
     settle,
 )  # fmt: skip
@@ -233,12 +234,14 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         if work.Q_SLOTS > 1:  # by now the other slot's O has left
             await_stores(0)
             mbarrier.arrive(memory.q_free.index(_q_slot(taken + 1, work, WHO)), pred=taken > 0)
-        _await_k(count + 1, own_end - 1 > first, work, memory)
-
-        # 2. The others, the masked ones before those that are wholly allowed.
         own_first = gl.where(i0 < work.q_len, first, own_end - 1)
         for _ in range(own_first - first):
             count = _idle_step(count, work, memory, WHO)
+        # The compiler puts a barrier between two waits at one array of mbarriers: here, so that it need not in every step.
+        meet_warps()
+        _await_k(count + 1, own_end - 1 > own_first, work, memory)
+
+        # 2. The others, the masked ones before those that are wholly allowed.
         whole_end = gl.minimum(own_end - work.masked_blocks(i0, first, own_end), own_end - 1)
         whole_end = gl.maximum(whole_end, own_first)
         if work.HAS_HIGH or work.HAS_LOW:

@@ -20,7 +20,7 @@ from triton.language.core import _aggregate as aggregate
 
 __all__ = [
     "aggregate", "arrive", "async_add", "async_load", "async_store", "await_stores", "fence_async_shared", "free", "gl", "gluon",
-    "matmul", "mbarrier", "meet", "reserve", "settle",
+    "matmul", "mbarrier", "meet", "meet_warps", "reserve", "settle",
 ]  # fmt: skip
 
 NAMES = dir(tma)
@@ -28,6 +28,8 @@ async_load = tma.async_load if "async_load" in NAMES else tma.async_copy_global_
 """async_load(descriptor, coordinates, barrier, buffer): renamed after 3.6, where the old name now raises."""
 async_store = tma.async_store if "async_store" in NAMES else tma.async_copy_shared_to_global
 await_stores = tma.store_wait
+meet_warps = gl.barrier if "barrier" in dir(gl) else gl.thread_barrier
+"""meet_warps(): all warps of the caller's partition wait for one another."""
 matmul, settle = warpgroup_mma, warpgroup_mma_wait
 
 

@@ -111,7 +111,6 @@ class BackwardWork:
     section: gl.tensor  # heads whose tiles are taken longest first, together
     D: gl.constexpr
     BM: gl.constexpr
-    SPIN: gl.constexpr  # a wait more in each step
     HAS_LOW: gl.constexpr
     HAS_HIGH: gl.constexpr
     DQ_ROWS: (
@@ -121,11 +120,11 @@ class BackwardWork:
 
     @gluon.constexpr_function
     def __init__(
-        self, scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, SPIN, HAS_LOW, HAS_HIGH,
+        self, scale, kv_heads, group, q_len, k_len, low, high, batch_heads, section, D, BM, HAS_LOW, HAS_HIGH,
     ):  # fmt: skip
         self.scale, self.kv_heads, self.group, self.q_len, self.k_len = scale, kv_heads, group, q_len, k_len
         self.low, self.high, self.batch_heads, self.section = low, high, batch_heads, section
-        self.D, self.BM, self.SPIN = gl.constexpr(D), gl.constexpr(BM), gl.constexpr(SPIN)
+        self.D, self.BM = gl.constexpr(D), gl.constexpr(BM)
         self.HAS_LOW, self.HAS_HIGH = gl.constexpr(HAS_LOW), gl.constexpr(HAS_HIGH)
         self.DQ_ROWS = gl.constexpr(64)
         self.DQ_COLUMNS = gl.constexpr(D if BM == 128 else D // 2)

@@ -48,14 +48,13 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], 
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
     log = _assembled(made.asm["ptx"], capability)
     return Compiled(
-        kernel.__name__,
-        *(
-            _number(log, pattern)
-            for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
-        ),
-        _number(log, r"(\d+) bytes stack frame"),
-        made.metadata.shared,
-        tuple(sorted(set(re.findall(r"\((C\d{4})\)", log)))),
+        kernel=kernel.__name__,
+        registers=_number(log, r"Used (\d+) registers"),
+        spill_stores=_number(log, r"(\d+) bytes spill stores"),
+        spill_loads=_number(log, r"(\d+) bytes spill loads"),
+        stack=_number(log, r"(\d+) bytes stack frame"),
+        shared=made.metadata.shared,
+        warnings=tuple(sorted(set(re.findall(r"\((C\d{4})\)", log)))),
     )
 
 
@@ -104,12 +103,12 @@ def _assembled(ptx: str, capability: int) -> str:
             "ptxas-blackwell",
         ):  # Triton 3.9 writes a version of PTX that only the second one reads
             command = [
-                programs / program,
+                f"{programs / program}",
                 "-v",
                 f"--gpu-name=sm_{capability}a",
-                source,
+                f"{source}",
                 "-o",
-                Path(folder) / "kernel.cubin",
+                f"{folder}/kernel.cubin",
             ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if "Unsupported .version" not in done.stderr + done.stdout:
