@@ -8,7 +8,6 @@ comments here.
 """
 
 from .hopper_ops import (
-    aggregate,
     arrive,
     async_load,
     async_store,
@@ -24,31 +23,10 @@ from .hopper_ops import (
     reserve,
     settle,
 )  # fmt: skip
+from .hopper_slots import TILE_SLOTS, Memory, next_tile, publish, q_slot
 from .hopper_work import ROWS, ForwardWork
 
-TILE_SLOTS: gl.constexpr = gl.constexpr(3)
-"""The producer is one tile ahead, and may publish the next before the slowest consumer has read the one that it is in."""
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@aggregate
-class Memory:
-    """Slots in shared memory, and mbarriers that complete when one was filled, or, for Q, is free."""
-
-    q: gl.shared_memory_descriptor  # slot CONSUMERS s + c is slot s of consumer c
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    tile: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    tile_full: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, tile, q_free, q_full, k_full, v_full, tile_full):
-        self.q, self.k, self.v, self.tile, self.q_free = q, k, v, tile, q_free
-        self.q_full, self.k_full, self.v_full, self.tile_full = q_full, k_full, v_full, tile_full
 
 
 @gluon.jit
@@ -171,24 +149,6 @@ def _idle_step(count, work, memory, WHO: gl.constexpr):
 
 
 @gluon.jit
-def _read(memory, at):
-    return gl.max(memory.tile.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _next_tile(taken, memory):
-    """(i0, b, h, first and last + 1 key block) of the `taken`-th tile; i0 is -1 where there is none."""
-    mbarrier.wait(memory.tile_full.index(taken % TILE_SLOTS), (taken // TILE_SLOTS) & 1)
-    at = taken % TILE_SLOTS * 5
-    return _read(memory, at), _read(memory, at + 1), _read(memory, at + 2), _read(memory, at + 3), _read(memory, at + 4)
-
-
-@gluon.jit
-def _q_slot(taken, work, WHO: gl.constexpr):
-    return taken % work.Q_SLOTS * work.CONSUMERS + WHO
-
-
-@gluon.jit
 def _begin(i0, first, end, taken, count, work, memory, WHO: gl.constexpr):
     """(count, the consumer's own end, scores as issued) of the last key block of a tile; of nothing where i0 is -1.
 
@@ -199,7 +159,7 @@ def _begin(i0, first, end, taken, count, work, memory, WHO: gl.constexpr):
     if work.HAS_HIGH:
         own_end = gl.minimum(end, work.end_block(i0 + (WHO + 1) * ROWS, first))
         count = _pass_over(gl.where(there, end - own_end, 0), count, work, memory, WHO)
-    slot = _q_slot(taken, work, WHO)
+    slot = q_slot(taken, work, WHO)
     mbarrier.wait(memory.q_full.index(slot), (taken // work.Q_SLOTS) & 1, pred=there)
     _await_k(count, there, work, memory)
     meet(work.TURN + WHO, 256)
@@ -217,7 +177,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
     taken = 0
     if WHO == work.CONSUMERS - 1:
         arrive(work.TURN, 256)
-    i0, b, h, first, end = _next_tile(taken, memory)
+    i0, b, h, first, end = next_tile(taken, memory)
     count, own_end, s = _begin(i0, first, end, taken, count, work, memory, WHO)
     s = settle(0, [s])
     free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
@@ -225,7 +185,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         # 1. The last key block has no block before it.
         i0 += WHO * ROWS
         i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        q = memory.q.index(_q_slot(taken, work, WHO)).reshape([ROWS, D])
+        q = memory.q.index(q_slot(taken, work, WHO)).reshape([ROWS, D])
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         p, _, row_max = _probabilities(s, row_max, i, (own_end - 1) * work.BN, work, True)
         row_sum = _partial_sums(p, work.BN)
@@ -233,7 +193,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         acc = gl.zeros([ROWS, D], gl.float32, _accumulator(D))
         if work.Q_SLOTS > 1:  # by now the other slot's O has left
             await_stores(0)
-            mbarrier.arrive(memory.q_free.index(_q_slot(taken + 1, work, WHO)), pred=taken > 0)
+            mbarrier.arrive(memory.q_free.index(q_slot(taken + 1, work, WHO)), pred=taken > 0)
         own_first = gl.where(i0 < work.q_len, first, own_end - 1)
         for _ in range(own_first - first):
             count = _idle_step(count, work, memory, WHO)
@@ -261,7 +221,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         acc = _weighted_values(p, acc, count, work, memory)
         v_slot = count % work.V_SLOTS
         count += 1
-        next_i0, next_b, next_h, first, end = _next_tile(taken + 1, memory)
+        next_i0, next_b, next_h, first, end = next_tile(taken + 1, memory)
         if work.Q_SLOTS > 1:
             count, own_end, s = _begin(next_i0, first, end, taken + 1, count, work, memory, WHO)
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S))
@@ -279,7 +239,7 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         acc = _scale_rows(acc, 1.0 / gl.where(dead, 1.0, total))
         q.store(acc.to(memory.q.dtype))
         fence_async_shared()
-        async_store(o_at, [b, h, i0, 0], memory.q.index(_q_slot(taken, work, WHO)))
+        async_store(o_at, [b, h, i0, 0], memory.q.index(q_slot(taken, work, WHO)))
         if work.Q_SLOTS == 1:
             await_stores(0)
             mbarrier.arrive(memory.q_free.index(WHO))
@@ -290,26 +250,6 @@ def _consumer(work, memory, o_at, lse_at, WHO: gl.constexpr):
         if i0 >= 0:
             free(count % work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
     await_stores(0)
-
-
-@gluon.jit
-def _publish(number, taken, tiles, work, memory):
-    """Tell the consumers the `taken`-th tile, and give it back, as `tile` of the work does; i0 is -1 if there is none."""
-    i0, b, h, first, end = work.tile(gl.minimum(number, tiles - 1))
-    i0 = gl.where(number < tiles, i0, -1)
-    at = taken % TILE_SLOTS * 5
-    _write(memory, at, i0)
-    _write(memory, at + 1, b)
-    _write(memory, at + 2, h)
-    _write(memory, at + 3, first)
-    _write(memory, at + 4, end)
-    mbarrier.arrive(memory.tile_full.index(taken % TILE_SLOTS))
-    return i0, b, h, first, end
-
-
-@gluon.jit
-def _write(memory, at, value):
-    memory.tile.index(at).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
 @gluon.jit
@@ -327,14 +267,14 @@ def _producer(work, memory, q_at, k_at, v_at, counter, tiles):
     """
     blocks = 0
     taken = 0
-    i0, b, h, first, end = _publish(gl.program_id(0), taken, tiles, work, memory)
+    i0, b, h, first, end = publish(gl.program_id(0), taken, tiles, work, memory)
     while i0 >= 0:
         kv = h // work.group
         slot = blocks % work.K_SLOTS
         reserve(slot, blocks >= work.K_SLOTS, work.K_FREE, work.K_SLOTS, work.ALL)
         _load(k_at, [b, kv, (end - 1) * work.BN, 0], memory.k_full, memory.k, slot)
         for who in gl.static_range(work.CONSUMERS):
-            slot = _q_slot(taken, work, who)
+            slot = q_slot(taken, work, who)
             mbarrier.wait(memory.q_free.index(slot), (taken // work.Q_SLOTS + 1) & 1, pred=taken >= work.Q_SLOTS)
             _load(q_at, [b, h, i0 + who * ROWS, 0], memory.q_full, memory.q, slot)
         # Early, so that nobody waits for the answer of the L2 cache.
@@ -342,7 +282,7 @@ def _producer(work, memory, q_at, k_at, v_at, counter, tiles):
         if drawn == tiles - 1:
             gl.store(counter, 0)
         taken += 1
-        next_i0, next_b, next_h, next_first, next_end = _publish(drawn + gl.num_programs(0), taken, tiles, work, memory)
+        next_i0, next_b, next_h, next_first, next_end = publish(drawn + gl.num_programs(0), taken, tiles, work, memory)
         for n in range(end - first):
             block = end - 1 - n
             if block > first:

@@ -90,8 +90,8 @@ def test_a_cached_descriptor_keeps_no_memory():
 
 def test_heads_are_taken_together_as_far_as_the_cache_holds_them():
     causal, full = Problem(-OPEN, 0, 1.0), Problem(-OPEN, OPEN, 1.0)
-    assert section(64, 1 << 20, causal.flags) == 24 and section(8, 1, causal.flags) == 8
-    assert section(64, 1 << 30, causal.flags) == 1 and section(64, 1 << 20, full.flags) == 1
+    assert section(64, 1 << 20, 24 << 20, causal.flags) == 24 and section(8, 1, 24 << 20, causal.flags) == 8
+    assert section(64, 1 << 30, 24 << 20, causal.flags) == 1 and section(64, 1 << 20, 24 << 20, full.flags) == 1
 
 
 def compiled(D, mask):
