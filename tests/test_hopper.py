@@ -103,19 +103,23 @@ def compiled(D, mask):
 
 
 PINNED = json.loads((Path(__file__).parent / "kernels" / "compile_hopper.json").read_text())
-"""By version of Triton, head dim and mask: bytes of spill stores and loads, and of shared memory, of each kernel."""
+"""By version of Triton, head dim and mask: bytes of spill stores and loads, and of shared memory, of each kernel. They may only fall."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "mask"), [(64, "causal"), (128, "full"), (128, "causal"), (256, "full")], ids=str)
-def test_kernels_compile_without_a_gpu_to_what_they_did(D, mask):
+def test_kernels_compile_without_a_gpu_to_no_more_than_they_did(D, mask):
     import triton
 
     got = compiled(D, mask)
     numbers = {k["kernel"]: [k["spill_stores"], k["spill_loads"], k["shared"]] for k in got}
     assert not any(set(k["warnings"]) for k in got), got
-    pinned = PINNED.get(triton.__version__)
-    assert pinned is None or numbers == pinned[f"{D} {mask}"]
+    for kernel, pinned in PINNED.get(triton.__version__, {}).get(f"{D} {mask}", {}).items():
+        assert all(now <= before for now, before in zip(numbers[kernel], pinned, strict=True)), (
+            kernel,
+            numbers,
+            pinned,
+        )
 
 
 @pytest.mark.gpu
