@@ -32,7 +32,7 @@ FORWARD: dict[int, dict[str, int]] = {
     128: {"CONSUMERS": 2, "BN": 128, "K_SLOTS": 2, "V_SLOTS": 2, "Q_SLOTS": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24},
     256: {"CONSUMERS": 2, "BN": 64, "K_SLOTS": 2, "V_SLOTS": 2, "Q_SLOTS": 1, "REGISTERS": 232, "PRODUCER_REGISTERS": 40},
 }  # fmt: skip
-"""By head dim. Shared memory: 227 KB of Q, K and V. Registers: 65,536 for the consumers and the producer's warpgroup together."""
+"""By head dim. All slots fit in 227 KB of shared memory; registers per thread, of the 65,536 of a multiprocessor."""
 BACKWARD: dict[int, dict[str, int]] = {
     64: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},
     128: {"BM": 64, "REGISTERS": 240, "WARP_REGISTERS": 24},

@@ -1,4 +1,4 @@
-"""The backward kernels of `hopper`: one that computes dk and dv of a key tile and adds to dq, and what comes before and after.
+"""The backward kernel of `hopper`: a block computes dk and dv of a tile of keys, and adds what these keys give to dq.
 
 Scores are computed transposed, keys by queries, so that P^T and dS^T come out of the tensor cores in the registers where these
 read a left operand: dV += P^T dO and dK += dS^T Q need no shared memory for them. Only dS goes there, for dQ = dS K, because
@@ -25,7 +25,7 @@ from .hopper_ops import (
     meet,
     reserve,
     settle,
-)  # fmt: skip
+)
 from .hopper_work import KEYS, BackwardWork
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)

@@ -22,7 +22,7 @@ from .hopper_ops import (
     meet_warps,
     reserve,
     settle,
-)  # fmt: skip
+)
 from .hopper_slots import TILE_SLOTS, Memory, next_tile, publish, q_slot
 from .hopper_work import ROWS, ForwardWork
 
