@@ -76,7 +76,9 @@ def test_rows_that_the_copy_engine_cannot_read_are_copied_and_others_are_not():
 
 def test_a_cached_descriptor_is_of_the_same_memory_with_the_same_shape_strides_dtype_and_tile():
     x = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
-    same, others = describe(x, 64), [describe(x, 128), describe(x[:, :1], 64), describe(x.view(torch.bfloat16), 64)]
+    turned = x.view(1, 128, 2, 64).transpose(1, 2)
+    others = [describe(x, 128), describe(x[:, :1], 64), describe(x.view(torch.bfloat16), 64), describe(turned, 64)]
+    same = describe(x, 64)
     assert describe(x.view(1, 2, 128, 64), 64) is same
     assert all(other is not same for other in others)
     assert same.base.data_ptr() == x.data_ptr()
