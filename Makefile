@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 RUFF := .venv/bin/ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all check format bench calibrate teeth gpu-test clean
+.PHONY: help env demo test test-all check format bench calibrate teeth gpu-bench gpu-test clean
 
 help: ## what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ calibrate: env ## 20,000 cases per conforming implementation: no false alarm; an
 
 teeth: env ## hunt every planted bug; under 25 minutes on two cores
 	.venv/bin/flashproof teeth --jobs 2
+
+gpu-bench: env ## teraflop a second of every implementation on a CUDA device; OPTIONS='--help' says what can be chosen
+	@.venv/bin/python -m flashproof.ci.gpu_bench $(OPTIONS)
 
 gpu-test: env ## the tests that need a CUDA device
 	@.venv/bin/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-test: there is no CUDA device")'

@@ -36,7 +36,17 @@ class Implementation:
         return self.call(*args, **kwargs)
 
 
-MODULES = ("textbook", "blockwise", "packed_loop", "split_keys", "triton_flash", "peers", "approximate", "planted")
+MODULES = (
+    "textbook",
+    "blockwise",
+    "packed_loop",
+    "split_keys",
+    "triton_flash",
+    "hopper",
+    "peers",
+    "approximate",
+    "planted",
+)
 """Modules of this package that register implementations."""
 
 REGISTRY: dict[str, Implementation] = {}
