@@ -32,7 +32,7 @@ from .probe import probe_keywords, seed_generators
 from .region import Region
 from .rooted import source
 from .stored import inputs as stored_inputs
-from .tensors import Inputs, build
+from .tensors import Inputs, build, holding
 
 
 class DeviceAbsent(Exception):
@@ -205,11 +205,10 @@ class Runner:
             install(self.configs)
 
     def _sequence(self, inputs: Inputs, out: Execution, *, exact: bool, repeat: bool) -> None:
-        refills = inputs.case.sequence == "refill"
-        if refills:
+        first = self._once(inputs, out) if inputs.case.sequence not in ("", "refill") else None
+        if inputs.case.sequence == "refill":
             self._refill(inputs, out)
-        first = self._once(inputs, out) if inputs.case.sequence and not refills else None
-        if first is not None:
+        elif first is not None:
             self._disturb(inputs.case.varied(), out)
         out.outputs = self._once(inputs, out)
         if first is not None:
@@ -223,28 +222,22 @@ class Runner:
 
     def _refill(self, inputs: Inputs, out: Execution) -> None:
         """A call with other values in the memory of the inputs, which then hold their own again: a cache by address is stale."""
-        other = build(inputs.case.varied().but(sequence=""), self.device, guards=inputs.guards)
-        for mine, others in zip(inputs.blocks, other.blocks, strict=False):
-            if mine.storage.shape == others.storage.shape:
-                mine.storage.copy_(others.storage)
-        try:
-            self._once(inputs, out)
-        except _Stopped as stopped:
-            if not isinstance(stopped.error, (*REFUSALS, *self.implementation.refuses, Inexpressible)):
-                raise
-        finally:
-            for mine in inputs.blocks:
-                mine.storage.copy_(mine.pristine)
+        with holding(inputs, build(inputs.case.varied().but(sequence=""), self.device, guards=inputs.guards)):
+            self._between(inputs, out)
 
     def _disturb(self, case: Case, out: Execution) -> None:
-        """The middle call of a sequence; a case that it cannot say or refuses disturbs nothing."""
+        """The middle call of a sequence."""
         inputs = build(case, self.device)
+        self._between(inputs, out)
+        out.findings += purity(inputs)
+
+    def _between(self, inputs: Inputs, out: Execution) -> None:
+        """A call that is not judged; one that the target cannot be asked or refuses disturbs nothing."""
         try:
             self._once(inputs, out)
         except _Stopped as stopped:
             if not isinstance(stopped.error, (*REFUSALS, *self.implementation.refuses, Inexpressible)):
                 raise
-        out.findings += purity(inputs)
 
     def _once(self, inputs: Inputs, out: Execution) -> dict[str, Tensor]:
         """One guarded call; its outputs as CPU copies, its findings added."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +175,19 @@ def storages(case: Case) -> list[tuple[str, ...]]:
         shared = name != "do" and getattr(case, f"layout_{name}") == "packed"
         groups.setdefault(shape[2:] if shared else name, []).append(name)
     return [tuple(names) for names in groups.values()]
+
+
+@contextmanager
+def holding(inputs: Inputs, other: Inputs) -> Iterator[None]:
+    """Within it the memory of the inputs holds the values of others that lie alike; after it, their own."""
+    for mine, theirs in zip(inputs.blocks, other.blocks, strict=False):
+        if mine.storage.shape == theirs.storage.shape:
+            mine.storage.copy_(theirs.storage)
+    try:
+        yield
+    finally:
+        for mine in inputs.blocks:
+            mine.storage.copy_(mine.pristine)
 
 
 def _block(case: Case, names: tuple[str, ...], device: str, guards: bool) -> Guarded:

@@ -76,6 +76,9 @@ LAYERS = (
 LONG_FILES: dict[str, str] = {}
 """Files over 400 lines, each with its reason."""
 
+OTHERS_RULES = {"ci/peer_rules.py", "ci/comparison.py"}
+"""Files that speak of other projects' rules, in their words."""
+
 EXECUTES = {
     "oracles/interpreter_launch.py": {"exec"},  # a kernel is interpreted by compiling its own rewritten source
     "impls/planted/edits.py": {"exec"},  # a planted bug is our own source with one edit
@@ -161,7 +164,9 @@ def test_every_folder_with_code_is_packaged_and_linked():
     folders = {p.parent.name for p in ROOT.glob("*/__init__.py")}
     where = PYPROJECT["tool"]["setuptools"]["package-dir"]
     assert folders == set(FOLDERS)
-    assert where == {"flashproof": "src/flashproof"} | {f"flashproof.{f}": f for f in FOLDERS}
+    inner = {p.parent.relative_to(ROOT).as_posix() for f in FOLDERS for p in (ROOT / f).glob("*/__init__.py")}
+    named = {f"flashproof.{f.replace('/', '.')}": f for f in (*FOLDERS, *inner)}
+    assert where == {"flashproof": "src/flashproof"} | named
     assert set(where) == set(PYPROJECT["tool"]["setuptools"]["packages"])
     for folder in FOLDERS:
         assert (ROOT / "src/flashproof" / folder).readlink() == Path("../..", folder)
@@ -183,7 +188,8 @@ def test_a_file_has_at_most_400_lines(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_unfinished_work_and_no_machine_of_ours_is_named(path):
     unwanted = re.findall(r"(?i)\b(?:todo|fixme|xxx|tolerance|atol|rtol)\b|/(?:home|root|Users)/", path.read_text())
-    assert not unwanted
+    theirs = {"tolerance", "atol", "rtol"} if path.relative_to(ROOT).as_posix() in OTHERS_RULES else set()
+    assert not set(unwanted) - theirs
 
 
 def test_no_module_is_named_after_nothing():

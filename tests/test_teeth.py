@@ -104,7 +104,7 @@ ALONE = {
     "shape": "axis_lost",
     "alias": "output_is_input",
     "exception": "expanded_refused",
-    "repeat": "first_call",
+    "repeat": "workspace",
     "memory": "k_tail_load",
 }
 """An oracle, and a bug that nothing else sees at its pinned case."""
