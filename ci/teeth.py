@@ -128,15 +128,16 @@ def _told(bug: Planted, kind: str, c: Campaign, best: Failure | None, spoke: Seq
 
 
 def chosen(only: Sequence[str], quick: bool) -> list[tuple[str, str]]:
-    """(name, kind) of the bugs to hunt; Stop where a word of `only` is neither a kind nor a name."""
-    words = [w for text in only for w in text.split(",") if w]
+    """(name, kind) of the bugs to hunt, those of `only` always; Stop where a word of it is neither a kind nor a name."""
+    words = [w for text in only for w in text.split(",")]
     unknown = [w for w in words if w not in KINDS and w not in PLANTED]
     if unknown:
         raise Stop(
             f"--only must name planted bugs or kinds of them ({', '.join(KINDS)}), got {unknown[0]!r}; `flashproof list` names the bugs"
         )
-    rows = [(bug.name, kind) for kind, bugs in KINDS.items() for bug in (bugs[:QUICK_ROWS] if quick else bugs)]
-    return [(n, k) for n, k in rows if not words or n in words or k in words]
+    few = {bug.name for bugs in KINDS.values() for bug in (bugs[:QUICK_ROWS] if quick else bugs)}
+    rows = [(bug.name, kind) for kind, bugs in KINDS.items() for bug in bugs]
+    return [(n, k) for n, k in rows if n in words or (n in few and (not words or k in words))]
 
 
 def all_hunted(rows: Sequence[tuple[str, str]], seconds: float, seed: int, jobs: int) -> Iterator[Hunted]:

@@ -70,9 +70,18 @@ def test_the_command_hunts_what_it_is_told_to(tmp_path, monkeypatch, capsys):
     assert [b["verdict"] for b in bugs] == ["killed", "killed"] and all(b["case"] == b["pinned"] for b in bugs)
 
 
-def test_words_that_name_nothing_are_a_usage_error(capsys):
-    assert run(["teeth", "--only", "no_such_bug"]) == Exit.USAGE
+@pytest.mark.parametrize("words", ["no_such_bug", ",", "last_tile,"])
+def test_words_that_name_nothing_are_a_usage_error(words, capsys):
+    assert run(["teeth", "--only", words]) == Exit.USAGE
     assert "--only must name planted bugs or kinds" in capsys.readouterr().err
+
+
+def test_a_bug_that_is_named_is_hunted_by_quick_too():
+    last = KINDS["forward"][-1].name
+    assert teeth.chosen((f"{last},scores",), quick=True) == [
+        (last, "forward"),
+        *((bug.name, "scores") for bug in KINDS["scores"][: teeth.QUICK_ROWS]),
+    ]
 
 
 def test_quick_takes_rows_of_each_kind():
