@@ -61,6 +61,14 @@ def test_a_bug_that_is_none_survives(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_hunt_that_ends_above_the_pinned_case_fails_the_run(monkeypatch):
+    tail = replace(PLANTED["last_tile"], minimal=Case(requires_grad=""))
+    monkeypatch.setattr(teeth, "PLANTED", {"last_tile": tail})
+    got = hunted("last_tile", "forward", 30.0, seed=0)
+    assert got.larger == ["Lk 17 for 1"] and got.word == "larger" and code([got]) == Exit.WRONG
+
+
+@pytest.mark.slow
 def test_the_command_hunts_what_it_is_told_to(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["teeth", "--only", "one_tile_sum,axis_lost", "--json", "out.json"]) == Exit.RIGHT
