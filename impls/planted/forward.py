@@ -278,7 +278,7 @@ ROWS = (
     Planted(
         "zeros",
         "the output is zero",
-        "KernelBench: an absolute tolerance that zeros pass on 4 of 60 problems",
+        "KernelBench: an absolute limit that zeros pass on 4 of 60 problems",
         "every call",
         "blockwise",
         (("p.heads(acc / l.masked_fill(l == 0, 1.0))", "0.0 * p.heads(acc / l.masked_fill(l == 0, 1.0))"),),
