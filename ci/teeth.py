@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ SECONDS = 30.0
 """A bug that no case of this long a hunt shows has survived."""
 SHRINK = Policy(distinct=4, shrink_seconds=60.0)
 """What is done about what a hunt found: a bug has one cause, so a few of its failures will do."""
+QUICK = replace(SHRINK, more=(8, 200))
+"""The same for --quick: fewer cases after the last new failure, which cost more than those before it."""
 QUICK_ROWS = 2
 """Rows of each kind that --quick hunts."""
 SIZES_OF_NOTE = sorted({0, *range(1, 9), *(n for edges in EDGES.values() for n in edges)})
@@ -92,7 +94,7 @@ def grown(case: Case, pinned: Case) -> list[str]:
     return [f"{name} {got} for {want}" for name, got, want in pairs if step(got) > step(want) + 1]
 
 
-def hunted(name: str, kind: str, seconds: float, seed: int) -> Hunted:
+def hunted(name: str, kind: str, seconds: float, seed: int, policy: Policy = SHRINK) -> Hunted:
     """The outcome of one bug's hunt with the default profile, in a worker of its own."""
     began = time.monotonic()
     spoke: list[str] = []
@@ -107,7 +109,7 @@ def hunted(name: str, kind: str, seconds: float, seed: int) -> Hunted:
             probes = probed(session)
             campaign = hunt(
                 session.judge, session.region, seconds=seconds, seed=seed, on_event=on_event,
-                policy=SHRINK,
+                policy=policy,
             )  # fmt: skip
     except Stop as e:
         return Hunted(name, kind, trouble=str(e), whole=time.monotonic() - began)
@@ -128,21 +130,24 @@ def _told(bug: Planted, kind: str, c: Campaign, best: Failure | None, spoke: Seq
 
 
 def chosen(only: Sequence[str], quick: bool) -> list[tuple[str, str]]:
-    """(name, kind) of the bugs to hunt; Stop where a word of `only` is neither a kind nor a name."""
-    words = [w for text in only for w in text.split(",") if w]
+    """(name, kind) of the bugs to hunt, those of `only` always; Stop where a word of it is neither a kind nor a name."""
+    words = [w for text in only for w in text.split(",")]
     unknown = [w for w in words if w not in KINDS and w not in PLANTED]
     if unknown:
         raise Stop(
             f"--only must name planted bugs or kinds of them ({', '.join(KINDS)}), got {unknown[0]!r}; `flashproof list` names the bugs"
         )
-    rows = [(bug.name, kind) for kind, bugs in KINDS.items() for bug in (bugs[:QUICK_ROWS] if quick else bugs)]
-    return [(n, k) for n, k in rows if not words or n in words or k in words]
+    few = {bug.name for bugs in KINDS.values() for bug in (bugs[:QUICK_ROWS] if quick else bugs)}
+    rows = [(bug.name, kind) for kind, bugs in KINDS.items() for bug in bugs]
+    return [(n, k) for n, k in rows if n in words or (n in few and (not words or k in words))]
 
 
-def all_hunted(rows: Sequence[tuple[str, str]], seconds: float, seed: int, jobs: int) -> Iterator[Hunted]:
+def all_hunted(
+    rows: Sequence[tuple[str, str]], seconds: float, seed: int, jobs: int, policy: Policy = SHRINK
+) -> Iterator[Hunted]:
     """The outcomes as they come, `jobs` hunts at a time, each in a process of its own."""
     with ProcessPoolExecutor(min(jobs, len(rows)) or 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(hunted, name, kind, seconds, seed): (name, kind) for name, kind in rows}
+        waiting = {pool.submit(hunted, name, kind, seconds, seed, policy): (name, kind) for name, kind in rows}
         for future in as_completed(waiting):
             try:
                 yield future.result()
@@ -191,7 +196,7 @@ def code(done: Sequence[Hunted]) -> Exit:
 
 @flashproof.command()
 @click.option("--only", multiple=True, metavar="NAME|KIND", help="Only these bugs or kinds; may be repeated.")
-@click.option("--quick", is_flag=True, help="Two bugs of each kind.")
+@click.option("--quick", is_flag=True, help="Two bugs of each kind, and a shorter search after the first failure.")
 @click.option(
     "--seconds", type=float, default=SECONDS, show_default=True, metavar="S", help="How long a bug is hunted at most."
 )
@@ -207,7 +212,7 @@ def teeth(only: tuple[str, ...], quick: bool, seconds: float, jobs: int, seed: i
     """
     rows = chosen(only, quick)
     began, done = time.monotonic(), []
-    for h in all_hunted(rows, seconds, seed, jobs):
+    for h in all_hunted(rows, seconds, seed, jobs, QUICK if quick else SHRINK):
         done.append(h)
         click.echo(
             f"{len(done):3} of {len(rows)}  {h.name}: {h.word}{f' by {h.spoke} after {h.seconds:.1f} s' if h.seconds is not None else ''}",

@@ -162,11 +162,11 @@ def test_oracles_import_no_implementation():
 
 def test_every_folder_with_code_is_packaged_and_linked():
     folders = {p.parent.name for p in ROOT.glob("*/__init__.py")}
+    inner = {str(p.parent.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*/**/__init__.py")}
     where = PYPROJECT["tool"]["setuptools"]["package-dir"]
     assert folders == set(FOLDERS)
-    inner = {p.parent.relative_to(ROOT).as_posix() for f in FOLDERS for p in (ROOT / f).glob("*/__init__.py")}
-    named = {f"flashproof.{f.replace('/', '.')}": f for f in (*FOLDERS, *inner)}
-    assert where == {"flashproof": "src/flashproof"} | named
+    packaged = {f"flashproof.{f.replace('/', '.')}": f for f in {*FOLDERS, *inner}}
+    assert where == {"flashproof": "src/flashproof"} | packaged
     assert set(where) == set(PYPROJECT["tool"]["setuptools"]["packages"])
     for folder in FOLDERS:
         assert (ROOT / "src/flashproof" / folder).readlink() == Path("../..", folder)

@@ -61,6 +61,14 @@ def test_a_bug_that_is_none_survives(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_hunt_that_ends_above_the_pinned_case_fails_the_run(monkeypatch):
+    tail = replace(PLANTED["last_tile"], minimal=Case(requires_grad=""))
+    monkeypatch.setattr(teeth, "PLANTED", {"last_tile": tail})
+    got = hunted("last_tile", "forward", 30.0, seed=0)
+    assert got.larger == ["Lk 17 for 1"] and got.word == "larger" and code([got]) == Exit.WRONG
+
+
+@pytest.mark.slow
 def test_the_command_hunts_what_it_is_told_to(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["teeth", "--only", "one_tile_sum,axis_lost", "--json", "out.json"]) == Exit.RIGHT
@@ -70,9 +78,18 @@ def test_the_command_hunts_what_it_is_told_to(tmp_path, monkeypatch, capsys):
     assert [b["verdict"] for b in bugs] == ["killed", "killed"] and all(b["case"] == b["pinned"] for b in bugs)
 
 
-def test_words_that_name_nothing_are_a_usage_error(capsys):
-    assert run(["teeth", "--only", "no_such_bug"]) == Exit.USAGE
+@pytest.mark.parametrize("words", ["no_such_bug", ",", "last_tile,"])
+def test_words_that_name_nothing_are_a_usage_error(words, capsys):
+    assert run(["teeth", "--only", words]) == Exit.USAGE
     assert "--only must name planted bugs or kinds" in capsys.readouterr().err
+
+
+def test_a_bug_that_is_named_is_hunted_by_quick_too():
+    last = KINDS["forward"][-1].name
+    assert teeth.chosen((f"{last},scores",), quick=True) == [
+        (last, "forward"),
+        *((bug.name, "scores") for bug in KINDS["scores"][: teeth.QUICK_ROWS]),
+    ]
 
 
 def test_quick_takes_rows_of_each_kind():

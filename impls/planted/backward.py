@@ -257,4 +257,20 @@ ROWS = (
         "value", "dq", Case(B=2, Lk=2, D=129, requires_grad="q"),
         covers=("te-fa4-hd256",),
     ),
+    Planted(
+        "bias_beside_mask",
+        "the backward pass drops the mask where there is a bias too; each of the two alone is right",
+        "pytorch issue 153799: NaN with score_mod and block_mask together, at lengths that do not fill a block",
+        "a mask that hides a key, and a bias",
+        "blockwise",
+        (
+            ("from dataclasses import dataclass\n", "from dataclasses import dataclass, replace\n"),
+            (
+                "_scores(p, r.q, kj, wbias, r.i, j)",
+                "_scores(p if wbias is None else replace(p, hidden=None), r.q, kj, wbias, r.i, j)",
+            ),
+        ),
+        "value", "dq", Case(Lk=2, mask=Causal(), bias="normal", requires_grad="q"),
+        covers=("flex-ragged-nan",),
+    ),
 )  # fmt: skip

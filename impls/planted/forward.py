@@ -278,7 +278,7 @@ ROWS = (
     Planted(
         "zeros",
         "the output is zero",
-        "KernelBench: an absolute bound that zeros pass on 4 of 60 problems",
+        "KernelBench: an absolute limit that zeros pass on 4 of 60 problems",
         "every call",
         "blockwise",
         (("p.heads(acc / l.masked_fill(l == 0, 1.0))", "0.0 * p.heads(acc / l.masked_fill(l == 0, 1.0))"),),
@@ -295,5 +295,19 @@ ROWS = (
           O_ROWS + "        n = o.shape[3] // 2 * 2\n        o[..., i, :n] = o[..., i, :n].unflatten(3, (-1, 2)).flip(4).flatten(3)\n"),),
         "value", "o", FORWARD.but(Dv=2),
         covers=("sm120-epilogue",),
+    ),
+    Planted(
+        "value_tile_offset",
+        "columns of the output beyond the first tile of 16 are stored over the first ones",
+        "flash-linear-attention issue 1031: the pointer of the output in decoding left out the tile of v",
+        "Dv above 16",
+        "blockwise",
+        ((O_ROWS,
+          O_ROWS
+          + "        for e in range(16, o.shape[3], 16):\n"
+          "            o[:, :, i, : min(16, o.shape[3] - e)] = o[:, :, i, e : e + 16].clone()\n"
+          "            o[:, :, i, e : e + 16] = 0.0\n"),),
+        "value", "o", FORWARD.but(Dv=17),
+        covers=("fla-split-out-offset",),
     ),
 )  # fmt: skip

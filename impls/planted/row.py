@@ -16,7 +16,7 @@ class Planted:
     """One bug: what is replaced in which module; what goes wrong and where it was seen; what shows it, who catches it, how small.
 
     `trigger` says in words which calls go wrong. `oracle` and `tensor` are the finding expected at `minimal`, the case that a
-    person would write, worked out from the edit; `before` are calls that must come first. `covers` names reports of bugs.toml.
+    person would write, worked out from the edit; `before` are calls that must come first. `covers` has ids of reports.toml.
     """
 
     name: str
