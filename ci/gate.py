@@ -391,8 +391,9 @@ def row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def table(outcomes: Sequence[Outcome], style: str = "simple") -> str:
-    """One line for each target, then why one is blind or in error."""
+    """One line for each target, then why one is blind or in error, and what it lost with leave (--allow-lost)."""
     text = tabulate([row(o) for o in outcomes], headers=COLUMNS, tablefmt=style, disable_numparse=True)
     untold = (o for o in outcomes if o.code not in (Exit.RIGHT, Exit.WRONG) and o.problems)
     why = [f"{o.target}: {'; '.join(o.problems)}" for o in untold]
+    why += [f"{o.target}: allowed: {w}" for o in outcomes for w in o.warnings if w.startswith("coverage")]
     return "\n".join([text, *([""] if why else []), *why])

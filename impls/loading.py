@@ -70,7 +70,7 @@ def registered(name: str) -> Implementation:
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise TargetError(
         f"target must be package.module:attr, path/to/file.py:attr or a known name, got target={name!r}; "
-        f"{hint}known names: {', '.join(sorted(REGISTRY))}"
+        f"{hint}known names: {', '.join(sorted(n for n in REGISTRY if not n.startswith('planted_')))} and the planted bugs"
     )
 
 

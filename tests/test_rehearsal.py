@@ -203,7 +203,8 @@ def test_a_change_that_refuses_what_it_served_fails_unless_that_is_allowed(repos
         and "no longer answered: NotImplementedError: head dim 17" in lost["findings"][0]["message"]
     )
     assert "no longer answered, <code>kernels" in repository.sticky()
-    assert repository.gate("--allow-lost").returncode == 0
+    leave = repository.gate("--allow-lost")
+    assert leave.returncode == 0 and "allowed: coverage" in leave.stdout
     assert any("coverage" in w for w in repository.document()["warnings"])
 
 
