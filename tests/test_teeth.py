@@ -10,8 +10,8 @@ from flashproof.ci import teeth
 from flashproof.ci.teeth import Hunted, code, grown, hunted, summary
 from flashproof.fuzz.case import Case
 from flashproof.fuzz.commands import Exit
-from flashproof.fuzz.execute import Runner
 from flashproof.fuzz.judge import Judge
+from flashproof.fuzz.worker import Worker
 from flashproof.impls import REGISTRY
 from flashproof.impls.planted import KINDS, PLANTED, Planted
 
@@ -131,8 +131,9 @@ ALONE = {
 def test_without_its_oracle_a_bug_survives(oracle, name):
     bug = PLANTED[name]
     declared = REGISTRY[bug.target]
-    judge = Judge(Runner(bug.target), declared.contract, declared.supports)
-    verdict = judge.again(bug.minimal)
+    with Worker(bug.target) as worker:  # in this process other tests may have left it some state
+        judge = Judge(worker, declared.contract, declared.supports)
+        verdict = judge.again(bug.minimal)
     assert verdict.status == "fail"
     judge.sieves.append(Without(oracle))
     assert judge.sifted(verdict).status == "pass"
