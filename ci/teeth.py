@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,14 @@ def all_hunted(
     """The outcomes as they come, `jobs` hunts at a time, each in a process of its own."""
     with ProcessPoolExecutor(min(jobs, len(rows)) or 1, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(hunted, name, kind, seconds, seed, policy): (name, kind) for name, kind in rows}
-        for future in as_completed(waiting):
-            try:
-                yield future.result()
-            except Exception as e:  # noqa: BLE001 (a fault of ours in one hunt must not lose the others)
-                yield Hunted(*waiting[future], trouble=f"{type(e).__name__}: {e}")
+        try:
+            for future in as_completed(waiting):
+                try:
+                    yield future.result()
+                except Exception as e:  # noqa: BLE001 (a fault of ours in one hunt must not lose the others)
+                    yield Hunted(*waiting[future], trouble=f"{type(e).__name__}: {e}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # interrupted: what was not begun is left
 
 
 HEAD = ("bug", "verdict", "cases", "s", "first", "shrunk to", "pinned")
@@ -169,8 +173,8 @@ def line(h: Hunted) -> list[str]:
     ]  # fmt: skip
 
 
-def summary(done: Sequence[Hunted], wall: float) -> str:
-    """Killed of all, the median of the first failures, and what is wrong."""
+def summary(done: Sequence[Hunted], wall: float, left: int = 0) -> str:
+    """Killed of all, the median of the first failures, and what is wrong; `left` bugs were not hunted."""
     times = [h.seconds for h in done if h.seconds is not None]
     killed = sum(h.case is not None and not h.trouble for h in done)
     median = (
@@ -181,17 +185,20 @@ def summary(done: Sequence[Hunted], wall: float) -> str:
         for h in done
         if h.word != "killed"
     ]
-    return f"killed {killed} of {len(done)} planted bugs in {wall:.0f} s{median}" + "".join(
+    unhunted = f"; {left} not hunted" if left else ""
+    return f"killed {killed} of {len(done)} planted bugs in {wall:.0f} s{median}{unhunted}" + "".join(
         f"\n  {text}" for text in bad
     )
 
 
-def code(done: Sequence[Hunted]) -> Exit:
-    """1 if a bug survived or its case stayed large, 5 if a hunt was lost, 0 otherwise."""
+def code(done: Sequence[Hunted], left: int = 0) -> Exit:
+    """1 if a bug survived or its case stayed large, 5 if a hunt was lost, 4 if some were left, 0 otherwise."""
     words = {h.word for h in done}
     if words & {"survived", "larger"}:
         return Exit.WRONG
-    return Exit.INFRASTRUCTURE if "lost" in words else Exit.RIGHT
+    if "lost" in words:
+        return Exit.INFRASTRUCTURE
+    return Exit.BLIND if left else Exit.RIGHT
 
 
 @flashproof.command()
@@ -212,18 +219,17 @@ def teeth(only: tuple[str, ...], quick: bool, seconds: float, jobs: int, seed: i
     """
     rows = chosen(only, quick)
     began, done = time.monotonic(), []
-    for h in all_hunted(rows, seconds, seed, jobs, QUICK if quick else SHRINK):
-        done.append(h)
-        click.echo(
-            f"{len(done):3} of {len(rows)}  {h.name}: {h.word}{f' by {h.spoke} after {h.seconds:.1f} s' if h.seconds is not None else ''}",
-            err=True,
-        )
+    with suppress(KeyboardInterrupt):  # what was hunted until then is told
+        for h in all_hunted(rows, seconds, seed, jobs, QUICK if quick else SHRINK):
+            done.append(h)
+            soon = "" if h.seconds is None else f" by {h.spoke} after {h.seconds:.1f} s"
+            click.echo(f"{len(done):3} of {len(rows)}  {h.name}: {h.word}{soon}", err=True)
     order = [name for name, _ in rows]
     done.sort(key=lambda h: order.index(h.name))
-    wall = time.monotonic() - began
+    wall, left = time.monotonic() - began, len(rows) - len(done)
     table = [[textwrap.fill(cell, WIDTH // 3) for cell in line(h)] for h in done]
     click.echo(tabulate(table, headers=HEAD, tablefmt="simple", disable_numparse=True))
-    click.echo(f"\n{summary(done, wall)}")
+    click.echo(f"\n{summary(done, wall, left)}")
     if json_file is not None:
         document = {
             "seed": seed,
@@ -233,4 +239,4 @@ def teeth(only: tuple[str, ...], quick: bool, seconds: float, jobs: int, seed: i
             "bugs": [h.to_json() for h in done],
         }
         json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return code(done)
+    return code(done, left)

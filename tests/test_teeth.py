@@ -50,6 +50,26 @@ def test_what_is_not_killed_and_small_decides_the_exit_code(found, exit_code, sa
     assert code([found]) == exit_code and said in summary([found], 1.0)
 
 
+def test_what_was_not_hunted_is_never_a_pass():
+    assert code([KILLED], left=2) == Exit.BLIND and "; 2 not hunted" in summary([KILLED], 1.0, 2)
+    assert code([Hunted("last_tile", "forward")], left=2) == Exit.WRONG
+
+
+def test_an_interrupted_run_tells_what_it_hunted(monkeypatch, capsys, tmp_path):
+    def one_then_stop(*_):
+        yield KILLED
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(teeth, "all_hunted", one_then_stop)
+    assert run(["teeth", "--only", "forward", "--json", str(tmp_path / "out.json")]) == Exit.BLIND
+    left = len(KINDS["forward"]) - 1
+    assert (
+        f"killed 1 of 1 planted bugs in 0 s; first failure after 0.5 s (median), 0.5 s at most; {left} not hunted"
+        in (capsys.readouterr().out)
+    )
+    assert [b["name"] for b in json.loads((tmp_path / "out.json").read_text())["bugs"]] == ["last_tile"]
+
+
 def test_a_bug_that_is_none_survives(monkeypatch):
     class Harmless(Planted):
         target = "textbook"
